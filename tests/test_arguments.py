@@ -33,7 +33,7 @@ from kvquant import (
     slots_of,
 )
 from kvquant.errors import ConfigError, KVQuantError, ShapeError
-from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.basis import Basis
 from kvquant.rows.segment import Segment
 
 INT4 = RowFormat.parse("int4-g4", 64)
@@ -116,35 +116,6 @@ def test_what_is_no_tensor_is_told(mistake: Callable[[], Any], message: str) -> 
         mistake()
 
 
-@pytest.mark.parametrize(
-    ("shape", "how"),
-    [
-        ((2, 4, 1, 64), r"num_q_heads, head_dim\]: give q.transpose\(1, 2\)$"),
-        ((2, 4, 3, 64), r"num_q_heads, head_dim\]: give q.transpose\(1, 2\)$"),
-        ((2, 5, 3, 64), "num_q_heads a multiple of num_kv_heads$"),
-        ((4, 64), "for the last q_len tokens of each sequence$"),
-        ((1, 2, 1, 4, 64), "for the last q_len tokens of each sequence$"),
-    ],
-    ids=str,
-)
-def test_queries_of_other_axes_are_told_what_to_do(shape: tuple[int, ...], how: str) -> None:
-    uses: list[Callable[[torch.Tensor], Any]]
-    uses = [lambda q: call(q=q), lambda q: cache().attend(0, q)]
-    for use in uses:
-        with pytest.raises(ShapeError, match=how):
-            use(torch.zeros(shape))
-
-
-def test_keys_in_another_order_are_told_what_to_do() -> None:
-    x = torch.zeros(2, 5, 2, 64)
-    with pytest.raises(ShapeError, match=r"the heads before the tokens: give k.transpose\(1, 2\)"):
-        cache().append(0, x, x)
-    with pytest.raises(ShapeError, match=r"v is \[2, 2, 64\].*give v.unsqueeze\(2\)"):
-        cache().append(0, x.transpose(1, 2), x[:, 0])
-    with pytest.raises(ShapeError, match=r"new_tokens, 64\]$"):
-        cache().append(0, x[0], x[0])
-
-
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_numbers_of_numpy_are_numbers(backend: str) -> None:
     plain = call(num_splits=3, sm_scale=0.5, backend=backend)
@@ -175,59 +146,11 @@ def test_flags_are_true_or_false(name: str, value: Any) -> None:
     FLAGS[name](True)
 
 
-@pytest.mark.parametrize("field", ["offset", "matrix", "clip", "feedback"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
-def test_a_basis_with_impossible_values_is_refused(field: str, value: float) -> None:
-    if value < 0 and field != "clip":
-        return
-    shape = {"offset": (2, 64), "clip": (2,)}.get(field, (2, 64, 64))
-    given: dict[str, Any] = {"offset": torch.zeros(2, 64), field: torch.full(shape, value)}
-    kind = "matrix" if field == "matrix" else "none"
-    with pytest.raises(ConfigError, match=f"the {field} of a basis must be (finite|positive)"):
-        Basis(kind=kind, **given)
-
-
-@pytest.mark.parametrize("name", ["num_splits", "sm_scale"])
-@pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), [1], 1j], ids=str)
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_other_numbers_are_refused(name: str, value: Any, backend: str | None) -> None:
-    options: dict[str, Any] = {name: value}
-    one = cache()
-    in_basis = KVCache(1, 2, 2, 64, 16, bases=[LayerBasis(*[Basis(torch.zeros(2, 64))] * 2)])
-    in_basis.append(0, X, X)
-    uses: list[Callable[[], Any]] = [
-        lambda: call(backend=backend, **options),
-        lambda: one.attend(0, Q, backend=backend, **options),
-        lambda: in_basis.attend(0, Q, backend=backend, **options),
-        lambda: shared(Q, segment(1), [segment()], **options),
-    ]
-    for use in uses:
-        with pytest.raises(ConfigError, match=name):
-            use()
-
-
 def test_a_truth_value_is_no_number_in_a_graph_either() -> None:
     for options in ({"sm_scale": True}, {"num_splits": True}):
         compiled = torch.compile(lambda given=options: call(**given), backend="eager")
         with pytest.raises((ConfigError, torch._dynamo.exc.TorchDynamoException)):
             compiled()
-
-
-@pytest.mark.parametrize("layer", [None, "0", 1.0, -1, 2, True, [0], np.int64(2)], ids=str)
-def test_layers_that_are_none_are_refused(layer: Any) -> None:
-    one = cache()
-    before = one.seq_lens.tolist()
-    x = torch.zeros(2, 2, 1, 64)
-    for use in (
-        lambda: one.append(layer, x, x),
-        lambda: one.attend(layer, torch.zeros(2, 4, 64)),
-        lambda: one.dequantized(layer),
-        lambda: one.segments(layer),
-    ):
-        with pytest.raises(ConfigError, match="does not exist: the cache has layers 0 to 1"):
-            use()
-    assert one.seq_lens.tolist() == before
-    assert one.attend(untyped(np.int64(0)), Q).shape == (2, 4, 64)
 
 
 def test_lengths_come_as_lists_arrays_and_tensors() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from attend import attend_shared
+from invariants import check_invariants
+from paged_cases import SINKS, make
 from torch_settings import SETTINGS, settings
 
 from kvquant import (
@@ -25,8 +27,14 @@ from kvquant import (
     save_cache,
     slots_of,
 )
+from kvquant.errors import NonFiniteError
+from kvquant.io.inspect import describe
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
+from kvquant.rows.rotation import Rope
 from kvquant.rows.segment import Segment
 
 BATCH, HEADS, DIM = 2, 2, 64
@@ -156,13 +164,72 @@ def play_calls(found: Tensors) -> None:
         found[f"call {i}"] = result.clone()
 
 
+def play_pages(folder: Path, tensors: Tensors, matrices: list[LayerBasis] | None) -> None:
+    """All that a paged cache does."""
+    found: list[torch.Tensor] = []
+
+    def new() -> PagedKVCache:
+        return make(num_pages=30, max_num_seqs=6, device="cpu", bases=matrices)
+
+    cache = new()
+    batch = PagedBatch(cache, 4, 120, shared_prefix=True)
+
+    def step(at: PagedBatch, ids: list[str], count: int, seed: int, bad: bool = False) -> None:
+        tokens = [token for _ in ids for token in range(seed, seed + count)]
+        with at.extend(ids, count, tokens):
+            for layer in range(2):
+                k, v = draw(2, len(tokens), HEADS, DIM, seed=seed + layer).requires_grad_()
+                if bad:
+                    k = k.detach().clone()
+                    k[2, 0, 3] = float("nan")
+                angles = draw(len(tokens), DIM // 2, seed=3)
+                rope = Rope(angles.cos(), angles.sin()) if seed % 2 else None
+                at.append(layer, k, v.bfloat16().to(k.dtype), rope=rope)
+                q = draw(4, 4, DIM, seed=layer).requires_grad_()
+                found.extend(at.attend(layer, q, return_lse=True))
+                found.extend(at.cache.dequantized(ids[0], layer, torch.float16))
+
+    cache.allocate("a", range(60))
+    step(batch, ["a"], 60, 0)
+    present = cache.allocate("b", range(60))
+    assert present > SINKS
+    step(batch, ["b"], 60 - present, present)
+    cache.fork("a", "c")
+    step(batch, ["a", "b", "c"], 3, 7)
+    cache.truncate("c", 40)
+    cache.swap_out("a")
+    step(batch, ["c", "b"], 1, 8)
+    cache.swap_in("a")
+    path = save_sequences(cache, ["a", "b", "c"], folder / "saved.safetensors")
+    assert describe(path)["pages"] > 0
+    other = PagedBatch(new(), 4, 120)
+    load_sequences(other.cache, path)
+    step(other, ["a", "b"], 5, 9)
+    cache.allocate("bad")
+    step(batch, ["bad"], 30, 11, bad=True)
+    with pytest.raises(NonFiniteError, match="rows of K"):
+        cache.check()
+    cache.fork("bad", "too")
+    cache.free("bad")
+    for at in (cache, other.cache):
+        check_invariants(at)
+    for i, tensor in enumerate([*found, cache.bad_rows]):
+        assert not tensor.requires_grad
+        tensors[f"pages {i}"] = tensor.clone()
+
+
+def play_all(folder: Path, found: tuple[Tensors, Tensors, Tensors]) -> None:
+    for play_one in (play, play_pages):
+        play_one(folder, found[0], None)
+        play_one(folder, found[1], bases())
+    play_calls(found[2])
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensors, Tensors, Tensors]:
     """What comes without any setting."""
     found: tuple[Tensors, Tensors, Tensors] = ({}, {}, {})
-    play(tmp_path_factory.mktemp("plain"), found[0], None)
-    play(tmp_path_factory.mktemp("bases"), found[1], bases())
-    play_calls(found[2])
+    play_all(tmp_path_factory.mktemp("plain"), found)
     return found
 
 
@@ -173,9 +240,7 @@ def test_results_are_those_without_the_setting(
     found: tuple[Tensors, Tensors, Tensors] = ({}, {}, {})
     with SETTINGS[name]():
         before = settings()
-        play(tmp_path, found[0], None)
-        play(tmp_path, found[1], bases())
-        play_calls(found[2])
+        play_all(tmp_path, found)
         assert settings() == before
     for mine, expected in zip(found, plain, strict=True):
         assert mine.keys() == expected.keys()

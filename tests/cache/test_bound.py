@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import pickle
 import sys
@@ -39,8 +38,6 @@ from kvquant.rows.call import AppendCall
 from kvquant.rows.rotation import Rope
 from kvquant.rows.variant import AttentionVariant
 
-OFFSET = torch.ones(HEADS, DIM)
-BASES = [LayerBasis(Basis(OFFSET, "hadamard"), Basis(OFFSET))] * 2
 ROOM = ("room", "packed", "exact", "evicted")  # what they share
 
 
@@ -110,20 +107,6 @@ def test_an_append_like_the_last_one_is_the_same_two_launches(
         at.bound.clear()
         assert launched(cuda, cache.append, 0, *new) == found
         assert len(found) == 2
-
-
-def test_slots_are_those_that_were_placed_for_it(cuda: FakeDriver) -> None:
-    cache, (k, _) = make(), tokens(2)
-    for new in (k[:1].expand(BATCH, -1, -1, -1), k[:, :, :1], k[:, :, :1]):
-        cuda.launched.clear()
-        cache.append(0, new, new)
-        place, write = cuda.launched
-        of_place = arguments_of(SlotSpec(), place.arguments)
-        spec = next(spec for spec, _ in runtime._kernels if isinstance(spec, AppendSpec))
-        of_write, count = arguments_of(spec, write.arguments), BATCH * new.shape[2]
-        step = 8 * (count + BATCH)
-        slots = [of_write[name] for name in ("packed", "exact", "evicted")]
-        assert slots == [of_place["room"] + i * step for i in range(3)]
 
 
 def test_new_rows_of_another_kind_are_looked_at(cuda: FakeDriver) -> None:
@@ -296,35 +279,6 @@ def test_a_step_that_was_taken_before_is_three_launches(cuda: FakeDriver) -> Non
 # Frames from the public call to the kernel, warm
 
 
-def frames_at(call: Callable[[], object], of: str) -> set[int]:
-    """How many functions of a call are open when one of this name is called."""
-    found, outside = set[int](), len(inspect.stack())
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_qualname == of:
-            found.add(len(inspect.getouterframes(frame)) - outside)
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
-@mock.patch.object(torch.Tensor, "is_cuda", True)
-def test_frames_to_a_kernel_of_cuda(cuda: FakeDriver) -> None:
-    cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
-    for expected, call in (
-        ({4}, partial(cache.append, 0, k, v)),
-        ({5}, partial(cache.attend, 0, q)),
-        ({4, 5}, partial(cache.step, 0, q, k, v)),
-    ):
-        call()
-        assert frames_at(call, "Launcher.__call__") == expected
-
-
 # Functions of kvquant that a warm call on the CPU enters
 
 
@@ -444,45 +398,3 @@ def test_rotary_embeddings_are_applied_every_time(cuda: FakeDriver) -> None:
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 8])
-def test_rows_and_lengths_are_those_of_other_appends(window: int | None) -> None:
-    cache, other = (make("cuda", windows=[window, None]) for _ in range(2))
-    ones = torch.ones(BATCH, dtype=torch.int32, device="cuda")
-    for count in range(23):
-        new = tokens(1, "cuda")
-        for index in range(2):
-            with counted(cache.layers[index]) as again:
-                cache.append(index, *new)
-            assert again == [count > 0]
-            other.append(index, *new, ones)
-        for at, expected in zip(cache.layers, other.layers, strict=True):
-            for name, tensor in at.tensors().items():
-                assert torch.equal(tensor, expected.tensors()[name]), (name, count)
-
-
-@pytest.mark.gpu
-def test_paged_rows_are_those_of_other_appends() -> None:
-    caches = [make_paged(device="cuda") for _ in range(2)]
-    batch, other = (PagedBatch(cache, 4, 60) for cache in caches)
-    first = new_rows(30, "cuda")
-    for one in (batch, other):
-        for name in "ab":
-            one.cache.allocate(name)
-            extend(one, [name], 30, rows=first)
-    q = torch.randn(2, 4, PAGED_DIM, device="cuda").bfloat16()
-    for _ in range(30):
-        rows, outs = new_rows(2, "cuda"), []
-        for one in (batch, other):
-            with one.extend(["a", "b"]):
-                for index in range(one.cache.num_layers):
-                    one.append(index, *rows)
-                outs.append(one.attend(0, q))
-        for again in other._bound:
-            again.clear()
-        assert torch.equal(*outs)
-    for stacks, expected in zip(caches[0].rows.pages, caches[1].rows.pages, strict=True):
-        for found, given in zip(stacks.layers, expected.layers, strict=True):
-            assert torch.equal(found, given)

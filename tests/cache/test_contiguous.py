@@ -73,38 +73,6 @@ def test_tokens_come_back_exact_at_both_ends_and_quantized_between(
     assert cache.seq_lens.dtype == torch.int32
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (3, 5), (3, 0), (0, 5)], ids=str)
-def test_bytes_do_not_depend_on_the_chunks_tokens_came_in(lengths: tuple[int, int]) -> None:
-    k, v = tokens(37), tokens(37)
-    whole = make(sink_len=lengths[0], recent_len=lengths[1])
-    whole.append(0, k, v)
-    for chunks in ([1] * 37, [2, 3, 4, 5, 6, 7, 10], [36, 1], [8, 0, 29], [4, 33]):
-        cache = make(sink_len=lengths[0], recent_len=lengths[1])
-        for k_part, v_part in zip(
-            torch.split(k, chunks, 2), torch.split(v, chunks, 2), strict=True
-        ):
-            cache.append(0, k_part, v_part)
-        assert unchanged(cache, everything(whole)), chunks
-
-
-def test_a_row_once_packed_is_never_written_again() -> None:
-    cache = make()
-    at = cache.layers[0]
-    for _ in range(30):
-        packed_lens = at.packed_lens.tolist()
-        before = at.k_packed.clone(), at.v_packed.clone(), at.k_sinks.clone()
-        new_lens = torch.randint(0, 3, (BATCH,))
-        new_lens = new_lens.minimum(MAX - cache.layers[0].seq_lens)
-        cache.append(0, tokens(2), tokens(2), new_lens)
-        for b, packed in enumerate(packed_lens):
-            assert torch.equal(at.k_packed[b, :, :packed], before[0][b, :, :packed])
-            assert torch.equal(at.v_packed[b, :, :packed], before[1][b, :, :packed])
-            sinks = min(int(at.seq_lens[b]), 3)
-            if packed:
-                assert torch.equal(at.k_sinks[b, :, :sinks], before[2][b, :, :sinks])
-    assert bool((at.packed_lens > 5).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_input_of_any_float_dtype_and_stride_is_taken(dtype: torch.dtype) -> None:
     k, v = tokens(20).to(dtype), tokens(20).to(dtype)
@@ -172,47 +140,6 @@ def test_attend_sees_all_tokens(lengths: tuple[int, int]) -> None:
                 assert relative_l2(out[b].view(HEADS, 2, DIM), weights @ v[b, :, :seq_len]) < 1e-12
 
 
-@pytest.mark.parametrize("keep", [0, 2, 3, 4, 8, 11, 12, 15, 16, 20])
-def test_crop_forgets_the_last_tokens(keep: int) -> None:
-    """Without rows to roll back to packed rows stay packed, and what follows is as if it had come
-    right after them."""
-    k, v = tokens(20), tokens(20)
-    cache = make(rollback_len=0)
-    for layer in (0, 1):
-        cache.append(layer, k, v)
-    packed = min(int(cache.layers[0].packed_lens[0]), max(keep - 3, 0))
-    before = cache.dequantized(0)
-    cache.crop(keep)
-    assert cache.seq_lens.tolist() == [keep] * BATCH
-    assert cache.layers[1].packed_lens.tolist() == [packed] * BATCH
-    assert torch.equal(cache.dequantized(0)[0], before[0][:, :, :keep])
-    k, v = tokens(18), tokens(18)
-    cache.append(0, k, v)
-    got = cache.dequantized(0)[0]
-    last = keep + 18 - 5
-    assert torch.equal(
-        got[:, :, :keep], expected_after_crop(before[0], k, keep, packed)[:, :, :keep]
-    )
-    assert torch.equal(got[:, :, last:], k[:, :, last - keep :].bfloat16().float())
-    fmt = RowFormat.parse("int4-g4", DIM)
-    middle = dequantize_rows(quantize_rows(k.bfloat16(), fmt), fmt)
-    first = max(keep, 3)
-    assert torch.equal(got[:, :, first:last], middle[:, :, first - keep : last - keep])
-
-
-def expected_after_crop(
-    kept: torch.Tensor, new: torch.Tensor, keep: int, packed: int
-) -> torch.Tensor:
-    """The kept tokens, those that were exact and are neither sinks nor recent now quantized."""
-    fmt = RowFormat.parse("int4-g4", DIM)
-    again = dequantize_rows(quantize_rows(kept, fmt), fmt)
-    values = torch.cat([kept[:, :, :keep], new.bfloat16().float()], 2)
-    first, last = 3 + packed, min(keep, values.shape[2] - 5)
-    if first < last:
-        values[:, :, first:last] = again[:, :, first:last]
-    return values
-
-
 def test_lengths_may_be_numbers_of_numpy() -> None:
     number: Any = np.int64
     cache = KVCache(*map(number, (1, BATCH, HEADS, DIM, MAX)), sink_len=number(3))
@@ -220,65 +147,6 @@ def test_lengths_may_be_numbers_of_numpy() -> None:
     cache.append(number(0), tokens(9), tokens(9), number([9, 4, 2]))
     cache.crop(number(5))
     assert cache.seq_lens.tolist() == [5, 4, 2]
-
-
-def test_crop_takes_a_length_for_each_sequence() -> None:
-    cache = make()
-    for layer in (0, 1):
-        cache.append(layer, tokens(20), tokens(20), [20, 9, 4])
-    cache.crop(torch.tensor([18, 9, 0]))
-    assert cache.seq_lens.tolist() == [18, 9, 0]
-    cache.crop(10)
-    assert cache.seq_lens.tolist() == [10, 9, 0]
-
-
-def test_reorder_moves_sequences_with_all_they_have() -> None:
-    cache = make()
-    for layer in (0, 1):
-        cache.append(layer, tokens(20), tokens(20), [20, 9, 4])
-    cache.start_positions[:] = torch.tensor([0, 100, 200])
-    before = cache.fork()
-    cache.reorder([2, 2, 0])
-    assert cache.seq_lens.tolist() == [4, 4, 20]
-    assert cache.positions.tolist() == [204, 204, 20]
-    for layer in (0, 1):
-        old, new = before.dequantized(layer), cache.dequantized(layer)
-        for x, y in zip(old, new, strict=True):
-            assert torch.equal(y[0, :, :4], x[2, :, :4])
-            assert torch.equal(y[1, :, :4], x[2, :, :4])
-            assert torch.equal(y[2], x[0])
-    # the two copies go on independently
-    cache.append(0, tokens(30), tokens(30), [30, 0, 0])
-    assert torch.equal(cache.dequantized(0)[0][1, :, :4], before.dequantized(0)[0][2, :, :4])
-
-
-def test_repeat_puts_copies_side_by_side() -> None:
-    cache = make()
-    cache.append(0, tokens(20), tokens(20), [20, 9, 4])
-    cache.append(1, tokens(20), tokens(20), [20, 9, 4])
-    cache.start_positions[:] = torch.tensor([0, 100, 200])
-    many = cache.repeat(2)
-    assert many.batch == 2 * BATCH
-    assert many.seq_lens.tolist() == [20, 20, 9, 9, 4, 4]
-    assert many.start_positions.tolist() == [0, 0, 100, 100, 200, 200]
-    for x, y in zip(cache.dequantized(1), many.dequantized(1), strict=True):
-        assert torch.equal(y, x.repeat_interleave(2, 0))
-
-
-def test_a_fork_shares_nothing_with_its_origin() -> None:
-    cache = make()
-    cache.append(0, tokens(20), tokens(20))
-    other = cache.fork()
-    assert unchanged(other, everything(cache))
-    storages = {tensor.untyped_storage().data_ptr() for tensor in held(cache)}
-    assert not storages & {tensor.untyped_storage().data_ptr() for tensor in held(other)}
-    before = everything(cache)
-    other.append(0, tokens(20), tokens(20))
-    other.reset()
-    assert unchanged(cache, before)
-    some = cache.fork([2, 0])
-    assert some.batch == 2
-    assert torch.equal(some.dequantized(0)[0], cache.dequantized(0)[0][[2, 0]])
 
 
 def test_select_keeps_sequences_in_place() -> None:
@@ -295,20 +163,6 @@ def test_select_keeps_sequences_in_place() -> None:
         assert torch.equal(mine, theirs)
     cache.append(0, tokens(3)[:1].expand(4, -1, -1, -1), tokens(3)[:1].expand(4, -1, -1, -1))
     assert cache.batch == 4 and cache.layers[0].seq_lens.tolist() == [23] * 4
-
-
-def test_reset_empties_and_the_cache_is_as_new() -> None:
-    k, v = tokens(20), tokens(20)
-    cache, new = make(), make()
-    cache.append(0, tokens(37), tokens(37))
-    cache.start_positions[:] = 7
-    cache.reset()
-    assert cache.seq_lens.tolist() == cache.positions.tolist() == [0] * BATCH
-    assert cache.dequantized(0)[0].shape == (BATCH, HEADS, 0, DIM)
-    for each in (cache, new):
-        each.append(0, k, v)
-    for x, y in zip(cache.dequantized(0), new.dequantized(0), strict=True):
-        assert torch.equal(x, y)
 
 
 def held(cache: KVCache) -> list[torch.Tensor]:
@@ -337,24 +191,6 @@ def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
     rollback = min(64, MAX - sinks - recent) if recent else 0
     exact = 2 * (sinks + recent + rollback) * 2 * rows["bf16"]
     assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 5) + 3 * 4
-
-
-@pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])
-def test_a_cache_may_be_shorter_than_its_exact_ends(max_seq_len: int) -> None:
-    cache = KVCache(1, 2, HEADS, DIM, max_seq_len, k_format="int4-g4", sink_len=3, recent_len=5)
-    k, v = tokens(max_seq_len, batch=2), tokens(max_seq_len, batch=2)
-    for t in range(max_seq_len):
-        cache.append(0, k[:, :, t : t + 1], v[:, :, t : t + 1])
-    got = cache.dequantized(0)[0]
-    assert got.shape == k.shape
-    for b in range(2):
-        if max_seq_len:
-            assert torch.equal(got[b], expected(k[b], "int4-g4", 3, 5))
-    with pytest.raises(ShapeError, match=f"would grow to {max_seq_len + 1} tokens"):
-        cache.append(0, tokens(1, batch=2), tokens(1, batch=2))
-    if max_seq_len:
-        result = cache.attend(0, torch.randn(2, 4, DIM), return_lse=True, backend="reference")
-        assert bool(result[1].isfinite().all())
 
 
 def test_lengths_are_those_that_every_layer_holds() -> None:

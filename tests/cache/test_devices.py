@@ -54,15 +54,6 @@ def test_a_cache_needs_a_device_that_is_there(
             make()
 
 
-@pytest.mark.extra("hf")
-@pytest.mark.parametrize("device", ["meta", "gpu", "cuda:7"])
-def test_a_model_needs_one_too(device: str, no_gpu: None, tmp_path: Path) -> None:
-    from kvquant.hf.model import CachedModel
-
-    with pytest.raises((ConfigError, DeviceError), match=f"device '{device}'"):
-        CachedModel.from_pretrained(tmp_path, device=device)
-
-
 def test_it_is_said_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)

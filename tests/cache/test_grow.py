@@ -6,22 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_caches import rounding_basis
 
 from kvquant import KVCache
 from kvquant.cache import layer, row_stacks
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
-from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.quantize import feedback_matrix
 
 HEADS, DIM, MAX = 2, 64, 400
 NAMES = "seq_lens", "packed_lens", "exact_lens", "starts", "exact_firsts", "seen_lens", "firsts"
-
-
-def rounding_basis() -> LayerBasis:
-    roots = torch.randn(HEADS, DIM, DIM).double()
-    feedback = feedback_matrix(roots @ roots.mT + 0.1 * torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), "hadamard", clip=torch.full((HEADS,), 0.9))
-    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "none", feedback=feedback))
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -101,16 +93,6 @@ def test_what_is_beside_the_rows_stays() -> None:
     assert cache.max_seq_len == 100 and cache.start_positions.tolist() == [3, 5]
     assert cache.bad_rows.tolist() == [2, 0] and cache.overflow_tokens.tolist() == [1]
     assert make("default", 100).nbytes == cache.nbytes == cache.fork().nbytes
-
-
-def test_less_room_and_too_much_are_refused() -> None:
-    cache = make("default", 64)
-    before = cache.layers[:]
-    with pytest.raises(ConfigError, match="max_seq_len is 63, the cache has room for 64 tokens"):
-        cache.grow(63)
-    with pytest.raises(ConfigError, match=r"room for 2147483647 tokens takes .* GiB, more than"):
-        cache.grow((1 << 31) - 1)
-    assert cache.max_seq_len == 64 and cache.layers == before
 
 
 @pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from kvquant import (
     KVCache,
     LatentFormat,
     LatentKVCache,
-    RowFormat,
     debug,
     dequantize_rows,
     load_cache,
@@ -38,7 +36,6 @@ from kvquant.errors import (
 from kvquant.io.export import export_cache
 from kvquant.io.inspect import describe
 from kvquant.io.plan import CachePlan
-from kvquant.kernels.cuda.device.row_layout import refuse_latents
 from kvquant.ops import mla
 from kvquant.ops.mla import check_kernels
 from kvquant.rows.basis import LayerBasis
@@ -49,7 +46,6 @@ DIMS = {"latent_dim": 256, "rope_dim": 32}
 FORMAT = "int8-g4+int8-g8"
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FORMATS = {"cpu": FORMAT, "cuda": "int8-g4"}  # groups of 4 elements have no kernel on CUDA
 
 
@@ -124,67 +120,6 @@ def assert_same(one: KVCache, other: KVCache) -> None:
     for layer in range(one.num_layers):
         for a, b in zip(one.dequantized(layer), other.dequantized(layer), strict=True):
             assert torch.equal(a, b)
-
-
-def fill(cache: KVCache, count: int = 60) -> None:
-    torch.manual_seed(count)
-    for layer in range(2):
-        cache.append(layer, *tokens(count, cache.device.type))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_crop_goes_on_as_if_the_tokens_had_never_come(device: str) -> None:
-    cache, never = make_cache(device), make_cache(device)
-    for one in (cache, never):
-        fill(one)
-    for layer in range(2):
-        cache.append(layer, *tokens(7, device))
-    cache.crop(60)
-    assert_same(cache, never)
-    with pytest.raises(KeyboardInterrupt), cache.attempt(9):
-        cache.append(0, *tokens(9, device))
-        raise KeyboardInterrupt
-    cache.check()
-    assert_same(cache, never)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_copies_share_nothing_and_grown_caches_go_on(device: str) -> None:
-    cache, plain = make_cache(device), make_cache(device)
-    for one in (cache, plain):
-        fill(one)
-    fork, twin = cache.fork(), copy.deepcopy(cache)
-    assert_same(fork, plain)
-    assert_same(twin, plain)
-    assert layer_of(twin).packed.data_ptr() != layer_of(cache).packed.data_ptr()
-    cache.reorder([2, 0, 2])
-    order = cache.fork([1]).dequantized(1)[0][0]
-    assert torch.equal(order, plain.dequantized(1)[0][0])
-    assert_same(fork, plain)
-    assert_same(plain.repeat(2).fork([0, 2, 4]), plain)
-    fork.grow(200)
-    fill(fork, 30)
-    fill(twin, 30)
-    assert fork.max_seq_len == 200
-    for a, b in zip(fork.dequantized(0), twin.dequantized(0), strict=True):
-        assert torch.equal(a, b)
-    fork.reset()
-    assert not fork.seq_lens.any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_an_append_and_an_attend(device: str) -> None:
-    cache, other = make_cache(device), make_cache(device)
-    for one in (cache, other):
-        fill(one)
-    for shape, count in (((4,), 1), ((3, 4), 3)):
-        q_latent, q_rope = queries(*shape, device=device)
-        latent, rope = tokens(count, device)
-        out = cache.step(0, q_latent, q_rope, latent, rope, sm_scale=SCALE)
-        other.append(0, latent, rope)
-        wanted = other.attend(0, q_latent, q_rope, sm_scale=SCALE, in_step=True)
-        assert torch.equal(out, wanted)
-    assert cache.layers[0].seq_lens.tolist() == [64] * 3
 
 
 @pytest.mark.parametrize(
@@ -273,13 +208,6 @@ def test_flash_mla_rows_hold_no_infinite_value(tmp_path: Path) -> None:
         )
 
 
-def test_values_too_large_in_a_basis_are_told_as_such() -> None:
-    bases = [LayerBasis(*(Basis(torch.zeros(1, dim), "hadamard") for dim in (512, 64)))]
-    cache = LatentKVCache(1, 1, 64, bases=bases)
-    with pytest.raises(NonFiniteError, match=r"in the basis of the layer, latent\[0, 0, 0, 0\] is"):
-        cache.append(0, torch.full((1, 1, 2, 512), 3500.0), torch.ones(1, 1, 2, 64))
-
-
 @pytest.mark.parametrize("name", [None, "matrix"])
 def test_torch_compile_takes_a_step_whole(name: str | None) -> None:
     bases = [BASES[name]] * 2 if name else None
@@ -297,12 +225,6 @@ def test_torch_compile_takes_a_step_whole(name: str | None) -> None:
         torch.testing.assert_close(found, wanted)
         assert name or torch.equal(found, wanted)
     assert name or torch.equal(layer_of(cache).packed, layer_of(other).packed)
-
-
-def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
-    for name, width in (("int8", 32), ("fp8_ds_mla", 512)):
-        with pytest.raises(UnsupportedError, match=f"rows of {width} elements, of latent rows"):
-            refuse_latents(RowFormat.parse(name, width))
 
 
 def test_more_queries_than_tokens_are_refused() -> None:
@@ -475,149 +397,40 @@ LATENTS = {  # formats and dims; the RoPE part of fp16 rows in fp16, for queries
 }
 
 
-class Both:
-    """A cache on the CPU and one on a GPU, which get the same."""
-
-    def __init__(self, name: str) -> None:
-        self.exact, *self.dims = LATENTS[name]
-        self.dtype = torch.float16 if self.exact == "fp16" else torch.bfloat16
-        options = {"fmt": name, "latent_dim": self.dims[0], "rope_dim": self.dims[1]}
-        options |= {"exact_format": self.exact, "rollback_len": 8}
-        self.here: Any = make_both("cpu", options)
-        self.there: Any = make_both("cuda", options)
-        self.there.num_q_heads = 16
-
-    def append(self, count: int, lens: list[int] | None = None) -> None:
-        """New tokens."""
-        x = [torch.randn(3, 1, count, dim).to(self.dtype) for dim in self.dims]
-        self.here.append(0, *x, lens)
-        self.there.append(0, *(one.cuda() for one in x), lens)
-
-    def assert_same(self) -> None:
-        """Compare lengths, and the bytes of all rows that are in use."""
-        mine, theirs = self.here.layers[0], self.there.layers[0]
-        for name, tensor in mine.tensors().items():
-            if tensor.ndim == 1:
-                assert torch.equal(tensor, theirs.tensors()[name].cpu()), name
-        for one, other in zip(mine.segments_in_order(), theirs.segments_in_order(), strict=True):
-            for b in range(3):
-                for side in "kv":
-                    assert torch.equal(one.rows(b, side), other.rows(b, side).cpu())
-
-    def assert_near(self, *shape: int, q_lens: list[int] | None = None) -> None:
-        """Compare attention with float64."""
-        pair = [torch.randn(3, *shape, dim).to(self.dtype) for dim in self.dims]
-        counts = None if q_lens is None else torch.tensor(q_lens, dtype=torch.int32)
-        options = {"sm_scale": SCALE, "in_step": len(shape) > 1, "return_lse": True}
-        floats = [x.float() for x in pair]  # so that only one result is rounded
-        wanted = self.here.attend(0, *floats, counts, **options, backend="reference")
-        there = None if counts is None else counts.cuda()
-        found = self.there.attend(0, *(x.cuda() for x in pair), there, **options)
-        assert_results(found, wanted, self.dtype)
-
-
-def make_both(device: str, options: dict[str, object]) -> LatentKVCache:
-    """A cache of one of these devices."""
-    return LatentKVCache(1, 3, 400, sink_len=4, recent_len=40, device=device, **options)  # type: ignore[arg-type]
-
-
-def assert_results(
-    found: tuple[torch.Tensor, torch.Tensor],
-    wanted: tuple[torch.Tensor, torch.Tensor],
-    dtype: torch.dtype,
-) -> None:
-    out, lse = (x.cpu().double() for x in found)
-    exact, exact_lse = (x.double() for x in wanted)
-    assert float((out - exact).norm() / exact.norm()) < BOUNDS[dtype]
-    torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-4)
-
-
 BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LATENTS)
 def test_a_gpu_holds_the_same_rows_and_attends_to_them(name: str) -> None:
-    both = Both(name)
-    for count, lens in ((1, None), (60, [60, 2, 33]), (200, [190, 200, 0]), (1, None)):
-        both.append(count, lens)
-        both.assert_same()
-        both.assert_near(16)
-    both.append(3, [3, 1, 2])
-    both.assert_near(3, 5, q_lens=[3, 1, 2])
-    both.append(4)
-    both.assert_near(4, 16 if name == "fp8" else 4)  # of more columns than a block has, too
-    for cache in (both.here, both.there):
-        cache.crop(torch.tensor([180, 3, 30]))
-    both.assert_same()
-    both.here, both.there = (cache.fork([1, 2, 0]) for cache in (both.here, both.there))
-    for cache in (both.here, both.there):
-        cache.reorder([2, 0, 1])
-        cache.grow(600)
-    both.append(300)
-    both.assert_same()
-    both.assert_near(16)
-    both.there.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recent_len", [0, 16])
-@pytest.mark.parametrize(("fmt", "exact"), [("int4-g8+fp8-g4", "bf16"), ("fp16", "fp16")])
-def test_a_gpu_attends_in_a_basis(fmt: str, exact: str, recent_len: int) -> None:
-    """To the rows that the CPU has, but for the last bits of products; all in one step of it."""
-    dtype = torch.bfloat16 if exact == "bf16" else torch.float16
-    bases = [random_basis(512, 64)]
-    latent, rope = torch.randn(3, 1, 64, 512).to(dtype), torch.randn(3, 1, 64, 64).to(dtype)
-    q_latent, q_rope = torch.randn(3, 4, 16, 512).to(dtype), torch.randn(3, 4, 16, 64).to(dtype)
-    found = []
-    for device in ("cpu", "cuda"):
-        options: Any = {"fmt": fmt, "exact_format": exact, "sink_len": 2, "bases": bases}
-        cache = LatentKVCache(1, 3, 96, recent_len=recent_len, device=device, **options)
-        rows = latent.to(device), rope.to(device)
-        cache.append(0, rows[0][:, :, :60], rows[1][:, :, :60], [60, 0, 7])
-        last = rows[0][:, :, 60:], rows[1][:, :, 60:]
-        step = cache.step(
-            0, q_latent.to(device), q_rope.to(device), *last, sm_scale=SCALE, return_lse=True
-        )
-        one = cache.attend(0, q_latent[:, 0].to(device), q_rope[:, 0].to(device), sm_scale=SCALE)
-        cache.check()
-        found.append([x.float().cpu() for x in (*step, one, *cache.dequantized(0))])
-    for ours, theirs in zip(*found, strict=True):
-        # a query in a basis is rounded to 16 bit, and some codes to a neighbour
-        assert float((theirs - ours).norm() / ours.norm()) < 2 * BOUNDS[dtype]
-
-
-@pytest.mark.gpu
-def test_a_gpu_counts_rows_that_are_no_numbers() -> None:
-    cache = LatentKVCache(1, 2, 96, device="cuda")
-    latent, rope = torch.randn(2, 1, 5, 512).cuda(), torch.randn(2, 1, 5, 64).cuda()
-    latent[0, 0, 3, 7] = torch.nan
-    rope[1, 0, 0, 2] = torch.inf
-    rope[1, 0, 2, 2] = torch.inf
-    cache.append(0, latent, rope)
-    assert cache.bad_rows.tolist() == [1, 2]
-    with pytest.raises(NonFiniteError, match="crop the cache"):
-        cache.check()
-
-
-@pytest.mark.gpu
-def test_a_graph_of_a_step_is_replayed() -> None:
-    both = Both("int4-g8+fp8-g4")
-    both.append(70, [70, 1, 40])
-    given = [torch.randn(3, 16, dim).bfloat16().cuda() for dim in both.dims]
-    given += [torch.randn(3, 1, 1, dim).bfloat16().cuda() for dim in both.dims]
-    for _ in range(2):  # kernels are compiled, and then remembered
-        for cache in (both.here, both.there):
-            cache.step(0, *(x.to(cache.device) for x in given), sm_scale=SCALE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both.there.step(0, *given, sm_scale=SCALE, return_lse=True)
-    for _ in range(45):  # more than the recent window
-        for x in given:
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        both.here.append(0, *(x.cpu() for x in given[2:]))
-    both.assert_same()
-    pair = given[0].cpu().float(), given[1].cpu().float()
-    options = {"sm_scale": SCALE, "return_lse": True, "backend": "reference"}
-    assert_results(found, both.here.attend(0, *pair, **options), torch.bfloat16)
+    exact, *dims = LATENTS[name]
+    dtype = torch.float16 if exact == "fp16" else torch.bfloat16
+    options: Any = {"fmt": name, "latent_dim": dims[0], "rope_dim": dims[1], "rollback_len": 8}
+    options |= {"exact_format": exact, "sink_len": 4, "recent_len": 40}
+    caches: list[Any] = [LatentKVCache(1, 3, 400, device=at, **options) for at in ("cpu", "cuda")]
+    for step, lens in enumerate(([1, 1, 1], [60, 2, 33], [190, 200, 0], [3, 1, 2], [4, 4, 4])):
+        new = [torch.randn(3, 1, max(lens), dim).to(dtype) for dim in dims]
+        axes = (3, max(lens), 5) if step > 2 else (3, 16)
+        q = [torch.randn(*axes, dim).to(dtype) for dim in dims]
+        results = []
+        for cache in caches:
+            cache.append(0, *(x.to(cache.device) for x in new), lens)
+            at, counts = cache.device, torch.tensor(lens, dtype=torch.int32)
+            given = [x.to(at, torch.float32 if at.type == "cpu" else dtype) for x in q]
+            how: Any = {"sm_scale": SCALE, "in_step": step > 2, "return_lse": True}
+            how |= {"backend": "reference"} if at.type == "cpu" else {}
+            q_lens = counts.to(at) if step > 2 else None
+            results.append([x.double().cpu() for x in cache.attend(0, *given, q_lens, **how)])
+        (wanted, wanted_lse), (out, lse) = results
+        assert float((out - wanted).norm() / wanted.norm()) < BOUNDS[dtype]
+        torch.testing.assert_close(lse, wanted_lse, atol=1e-3, rtol=1e-4)
+        if step == 3:
+            for cache in caches:
+                cache.crop(torch.tensor([180, 3, 30]))
+                cache.reorder([2, 0, 1])
+                cache.grow(600)
+        for one, other in zip(
+            *(cache.fork([1, 2, 0]).dequantized(0) for cache in caches), strict=True
+        ):
+            assert torch.equal(one, other.cpu())
+    caches[1].check()

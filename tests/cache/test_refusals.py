@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from kvquant import KVCache, PagedKVCache, debug
+from kvquant import KVCache, debug
 from kvquant.cache import layer, memory
 from kvquant.errors import ConfigError, ShapeError
 
@@ -92,13 +92,3 @@ def test_more_than_the_memory_is_refused_before_any_is_taken(
         with pytest.raises(ConfigError, match=r"a cache of .* GiB, more than there is: use a sma"):
             KVCache(*shape)
     assert not taken
-
-
-def test_numbers_that_no_memory_holds_are_refused_before_anything_is_listed() -> None:
-    most = 2**31 - 1
-    with pytest.raises(ConfigError, match=f"a cache of {most} layers takes .*: use fewer layers"):
-        KVCache(most, 1, 1, 64, 0)
-    with pytest.raises(ConfigError, match=f"a cache of {most} layers takes .*: use fewer layers"):
-        PagedKVCache(most, 1, 64, 4)
-    with pytest.raises(ConfigError, match=f"a cache of {BATCH * most} sequences takes"):
-        make().repeat(most)

@@ -17,27 +17,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from slow_cases import mark_slow
+from small_caches import rounding_basis
 
 from kvquant import KVCache, load_cache, quantize_rows, save_cache
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.io.inspect import describe
-from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.quantize import feedback_matrix
 
 BATCH, HEADS, DIM, MAX, MOST = 2, 2, 64, 300, 64
 ROWS = {"k_format": "int4-g4", "v_format": "int8"}
 RELATIVE = 0.15  # what a token that is packed a step early may change of a result, int4-g4
-
-
-def rounding_bases() -> list[LayerBasis]:
-    """Of two layers: an offset, a rotation, clip ratios and feedback. No matrix, whose products
-    depend in their last bits on how many rows are multiplied."""
-    torch.manual_seed(5)
-    roots = torch.randn(HEADS, DIM, DIM).double()
-    feedback = feedback_matrix(roots @ roots.mT + 0.1 * torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), "hadamard", clip=torch.full((HEADS,), 0.9))
-    return [LayerBasis(k, Basis(torch.randn(HEADS, DIM), "none", feedback=feedback))] * 2
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed only": {"sink_len": 0, "recent_len": 0},
     "sinks only": {"sink_len": 3, "recent_len": 0},
     "windows": {"sink_len": 3, "recent_len": 8, "windows": [20, None]},
-    "plan": {"sink_len": 3, "recent_len": 8, "bases": rounding_bases()},
+    "plan": {"sink_len": 3, "recent_len": 8, "bases": [rounding_basis()] * 2},
 }
 
 
@@ -176,14 +165,6 @@ def test_drafts_in_a_graph_leave_nothing() -> None:
         ours.crop(before.cpu() + kept)
         append([theirs], *tokens(8, 1), [kept] * BATCH)
         assert_alike(ours, theirs)
-
-
-def test_without_rows_to_roll_back_to_packed_stays_packed() -> None:
-    cache = make("recent", rollback_len=0)
-    append([cache], *tokens(40, 0), [40, 40])
-    cache.crop(36)
-    assert cache.layers[0].packed_lens.tolist() == [29, 29]
-    assert cache.nbytes < make("recent").nbytes
 
 
 def test_a_file_keeps_what_attention_reads(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""KVCache under any sequence of calls, against a naive model: lists of tokens; 10 s."""
+"""KVCache and LatentKVCache under any calls, against a naive model: lists of tokens; 10 s."""
 
 from __future__ import annotations
 
@@ -19,11 +19,22 @@ from hypothesis.stateful import (
 )
 from slow_cases import mark_slow
 
-from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
+from kvquant import (
+    KVCache,
+    LatentFormat,
+    LatentKVCache,
+    RowFormat,
+    dequantize_rows,
+    quantize_rows,
+)
 from kvquant.errors import ShapeError
 
-HEADS, DIM, MAX = 2, 64, 17
-K_FORMAT, V_FORMAT = RowFormat.parse("int3", DIM), RowFormat.parse("fp8", DIM)
+MAX = 17
+LATENTS = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+KINDS = {  # heads, and the formats of K and V, or of latents and RoPE parts
+    "heads": (2, (RowFormat.parse("int3", 64), RowFormat.parse("fp8", 64))),
+    "latents": (1, LATENTS.parts),
+}
 
 seeds = st.integers(0, 2**32)
 
@@ -61,6 +72,8 @@ class Model:
 class CacheMachine(RuleBasedStateMachine):
     """Several caches (forks of forks), each beside its model; a rule works on one of them."""
 
+    kind = ""
+
     @initialize(
         lengths=st.sampled_from([(2, 3), (0, 0), (2, 0), (0, 3), (0, 1), (30, 30)]),
         rollback_len=st.sampled_from([0, 1, 4, 64]),
@@ -73,8 +86,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.sink_len, self.recent_len = lengths
         self.rollback_len = rollback_len
         kept: Any = {"sink_len": self.sink_len, "recent_len": self.recent_len}
-        formats: Any = {"k_format": K_FORMAT, "v_format": V_FORMAT, "rollback_len": rollback_len}
-        cache = KVCache(2, batch, HEADS, DIM, max_seq_len, **kept, **formats)
+        kept["rollback_len"] = rollback_len
+        self.heads, self.formats = KINDS[self.kind]
+        if self.kind == "latents":
+            sizes: Any = {"fmt": LATENTS, "latent_dim": 256, "rope_dim": 32}
+            cache: KVCache = LatentKVCache(2, batch, max_seq_len, **sizes, **kept)
+        else:
+            k, v = self.formats
+            cache = KVCache(2, batch, 2, 64, max_seq_len, k_format=k, v_format=v, **kept)
         cache.start_positions[:] = torch.arange(batch) * 10
         self.pairs = [
             (cache, Model([Tokens() for _ in range(batch)], [10 * b for b in range(batch)]))
@@ -89,12 +108,15 @@ class CacheMachine(RuleBasedStateMachine):
         room = [min(count, cache.max_seq_len - len(tokens)) for tokens in model.sequences]
         lens = [data.draw(st.integers(0, most)) for most in room]
         generator = torch.Generator().manual_seed(seed)
-        shape = (2, cache.batch, HEADS, count, DIM)
-        k, v = torch.randn(shape, generator=generator).bfloat16()
+        axes = cache.batch, self.heads, count
+        k, v = (
+            torch.randn(*axes, fmt.head_dim, generator=generator).bfloat16() for fmt in self.formats
+        )
         for layer in range(2):
             cache.append(layer, k, v, lens)
         k_rounded, v_rounded = (
-            dequantize_rows(quantize_rows(x, fmt), fmt) for x, fmt in ((k, K_FORMAT), (v, V_FORMAT))
+            dequantize_rows(quantize_rows(x, fmt), fmt)
+            for x, fmt in zip((k, v), self.formats, strict=True)
         )
         for b, tokens in enumerate(model.sequences):
             for t in range(lens[b]):
@@ -112,9 +134,9 @@ class CacheMachine(RuleBasedStateMachine):
     def append_too_much(self, seed: int, over: int) -> None:
         cache, model = self.pick(seed)
         count = cache.max_seq_len - max(len(tokens) for tokens in model.sequences) + over
-        x = torch.ones(cache.batch, HEADS, count, DIM)
+        k, v = (torch.ones(cache.batch, self.heads, count, fmt.head_dim) for fmt in self.formats)
         with pytest.raises(ShapeError, match="would grow to"):
-            cache.append(seed % 2, x, x)
+            cache.append(seed % 2, k, v)
 
     @rule(seed=seeds, data=st.data())
     def crop(self, seed: int, data: st.DataObject) -> None:
@@ -195,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
             ]
             for layer in range(2):
                 for i, got in enumerate(cache.dequantized(layer)):
-                    assert got.shape == (len(lens), HEADS, max(lens), DIM)
+                    assert got.shape == (len(lens), self.heads, max(lens), self.formats[i].head_dim)
                     for b, tokens in enumerate(model.sequences):
                         if tokens.pairs:
                             packed = range(self.sink_len, self.first_recent(tokens))
@@ -207,8 +229,10 @@ class CacheMachine(RuleBasedStateMachine):
                         assert not got[b, :, len(tokens) :].any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("examples", mark_slow([8, 40], [8]))
-def test_any_calls_keep_what_the_model_holds(examples: int) -> None:
+def test_any_calls_keep_what_the_model_holds(examples: int, kind: str) -> None:
+    CacheMachine.kind = kind
     run_state_machine_as_test(
         CacheMachine, settings=settings(max_examples=examples, stateful_step_count=25)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvquant import KVCache, PagedBatch, PagedKVCache
+from kvquant import KVCache, LatentKVCache, PagedBatch, PagedKVCache
 from kvquant.errors import ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 
@@ -44,6 +44,20 @@ def test_a_step_is_append_and_attend(kind: str, return_lse: bool) -> None:
             assert torch.equal(a, b)
         for a, b in zip(one._tensors(), other._tensors(), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_step_of_latents_is_append_and_attend() -> None:
+    one = LatentKVCache(1, BATCH, 96, fmt="int8-g4", latent_dim=256, rope_dim=32, recent_len=16)
+    one.append(0, torch.randn(BATCH, 1, 60, 256), torch.randn(BATCH, 1, 60, 32))
+    other = one.fork()
+    assert isinstance(other, LatentKVCache)
+    for axes, count in (((4,), 1), ((3, 4), 3)):
+        q = torch.randn(BATCH, *axes, 256), torch.randn(BATCH, *axes, 32)
+        new = torch.randn(BATCH, 1, count, 256), torch.randn(BATCH, 1, count, 32)
+        found = one.step(0, *q, *new, sm_scale=0.1)
+        other.append(0, *new)
+        assert torch.equal(found, other.attend(0, *q, sm_scale=0.1, in_step=True))
+    assert all(map(torch.equal, one._tensors(), other._tensors()))
 
 
 def test_rows_of_a_batch_in_another_order_are_told_what_to_do() -> None:

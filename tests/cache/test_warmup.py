@@ -12,10 +12,10 @@ from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from latent_plans import random_basis
 
-from kvquant import AttentionVariant, CachePlan, KVCache, LatentKVCache
+from kvquant import AttentionVariant, KVCache, LatentKVCache
 from kvquant.cache import warmup
 from kvquant.cache.warmup import Calls
-from kvquant.errors import DeviceError, ShapeError
+from kvquant.errors import ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
@@ -24,7 +24,6 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import attention, mla, transform
-from kvquant.rehearsal import rehearse
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.variant import names_of
 
@@ -183,34 +182,6 @@ def test_a_prompt_without_room_is_left_to_the_append(cuda: FakeDriver) -> None:
         make().append(0, *rows(700, torch.bfloat16))
 
 
-@pytest.mark.extra("cuda")
-def test_one_layer_of_a_kind_is_rehearsed(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    appended: list[int] = []
-    append = KVCache.append
-
-    def note(cache: KVCache, layer: int, *rows: torch.Tensor) -> None:
-        appended.append(layer)
-        append(cache, layer, *rows)
-
-    monkeypatch.setattr(KVCache, "append", note)
-    shape = 32, BATCH, HEADS, DIM, MAX
-    make = partial(KVCache, *shape, k_format=["int4"] * 31 + ["int8"], device="meta")
-    told = kernels_of([Calls(make, torch.bfloat16, prompts=(9,))], runtime.gpu_of(CPU))
-    assert appended == [30, 31]
-    assert [type(spec) for spec in told].count(DecodeSpec) == 2
-
-
-def test_a_cache_on_meta_takes_tokens_in_rehearsals_only() -> None:
-    cache = KVCache(1, BATCH, HEADS, DIM, MAX, device="meta")
-    k = torch.empty(BATCH, HEADS, 1, DIM, device="meta")
-    with pytest.raises(DeviceError, match="a cache on device 'meta' holds no tokens"):
-        cache.append(0, k, k)
-    with rehearse(runtime.GPUS["sm_90"]):
-        cache.append(0, k, k)
-
-
 def test_calls_that_are_not_possible_need_no_kernels(cuda: FakeDriver) -> None:
     make = partial(KVCache, 1, BATCH, HEADS, DIM, MAX, device="meta")
     assert kernels_of([Calls(make, torch.int32)], runtime.gpu_of(CPU)) == []
@@ -264,13 +235,3 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     silent.step_lens = ()
     silent.append(0, *rows(5, torch.bfloat16))
     assert not any(isinstance(spec, DecodeSpec) for spec in compiled[3])
-
-
-def test_a_plan_on_meta_keeps_its_kinds() -> None:
-    plan: CachePlan = example_plan(2, HEADS, DIM)
-    for layer in plan.layers:
-        for basis in layer:
-            moved = basis.to("meta")
-            assert moved.offset.is_meta and basis.offset.is_cpu
-            pairs = zip(moved.encoding, basis.encoding, strict=True)
-            assert all((one is None) == (two is None) for one, two in pairs)

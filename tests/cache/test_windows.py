@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from kvquant import AttentionVariant, KVCache, load_cache, save_cache
 from kvquant.cache import layer
 from kvquant.cache.layer import rooms_of
-from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
+from kvquant.errors import CheckpointError, ShapeError, UnsupportedError
 from kvquant.io.container import RowsFile
 from kvquant.io.export import export_cache
 from kvquant.io.manifest import CacheManifest
-from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.spacing import spaced_len
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 64
@@ -130,21 +129,6 @@ def test_a_window_shows_the_last_tokens_of_an_unlimited_layer(data: st.DataObjec
             assert torch.allclose(out[b].double(), seen if seq_len else 0 * seen, atol=1e-4)
 
 
-def test_bytes_do_not_depend_on_the_chunks() -> None:
-    whole = make()
-    k, v = fill(whole, [50])
-    for chunks in ([1] * 50, [7, 13, 30], [19, 1, 30]):
-        cache = make()
-        for k_part, v_part in zip(k.split(chunks, 2), v.split(chunks, 2), strict=True):
-            for index in range(2):
-                cache.append(index, k_part, v_part)
-        for one, two in zip(cache.layers, whole.layers, strict=True):
-            for got, expected in zip(
-                one.dequantized(torch.float32), two.dequantized(torch.float32), strict=True
-            ):
-                assert torch.equal(got, expected)
-
-
 def test_memory_is_that_of_the_window() -> None:
     assert rooms_of(64, 3, 4, None) == (3, 61, 4, 57), "all tokens may be rolled back"
     assert rooms_of(640, 3, 4, None) == (3, 637, 4, 64)
@@ -209,37 +193,6 @@ def test_a_window_as_long_as_the_cache_hides_no_token() -> None:
     assert cache.seq_lens.tolist() == [4, 4]
 
 
-def test_sequences_move_with_what_they_have() -> None:
-    cache = make()
-    for index in range(2):
-        cache.append(index, *tokens(40), [40, 9])
-    forked = cache.fork([1, 0, 0])
-    for place, origin in enumerate([1, 0, 0]):
-        for index in range(2):
-            got, expected = forked.dequantized(index)[0], cache.dequantized(index)[0]
-            assert torch.equal(got[place], expected[origin])
-    with pytest.raises(ShapeError, match="sequence 1 cannot be cropped from 40 to 20"):
-        forked.crop([9, 20, 40])
-    cache.reorder([1, 1])
-    assert cache.seq_lens.tolist() == [9, 9]
-    cache.crop(3)
-
-
-@pytest.mark.parametrize("with_basis", [False, True], ids=["plain", "basis"])
-def test_a_basis_is_not_seen(with_basis: bool) -> None:
-    basis = LayerBasis(Basis(torch.randn(HEADS, DIM), "hadamard"), Basis(torch.randn(HEADS, DIM)))
-    exact: dict[str, Any] = {"k_format": "fp16", "v_format": "fp16", "exact_format": "fp16"}
-    cache, other = make(bases=[basis] * 2, **exact), make(**exact)
-    k, v = fill(cache, [40])
-    for index in range(2):
-        other.append(index, k, v)
-    q = torch.randn(BATCH, 2 * HEADS, DIM)
-    for index in range(2):
-        got, expected = cache.attend(index, q), other.attend(index, q)
-        assert isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor)
-        torch.testing.assert_close(got, expected, atol=0.02, rtol=0.02)
-
-
 @pytest.mark.parametrize("lens", [[40, 40], [40, 7], [5, 0]], ids=str)
 def test_files_hold_the_window_and_go_on(tmp_path: Path, lens: list[int]) -> None:
     cache = make()
@@ -294,20 +247,6 @@ def test_other_programs_get_no_part_of_a_sequence(tmp_path: Path) -> None:
     fill(cache, [9])
     with pytest.raises(UnsupportedError, match="layer 0 has a sliding window of 12 tokens"):
         export_cache(cache, tmp_path / "a.safetensors", "bf16")
-
-
-@pytest.mark.parametrize(
-    ("windows", "message"),
-    [
-        ([1], "windows has a length of 1 for 2 layers"),
-        ([0, None], "a window 0 is not"),
-        ([True, None], "True"),
-    ],
-    ids=["one", "zero", "truth"],
-)
-def test_windows_that_cannot_be_are_refused(windows: list[Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        KVCache(2, BATCH, HEADS, DIM, MAX, windows=windows)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs

@@ -20,7 +20,7 @@ from kvquant import (
     quantize_rows,
 )
 from kvquant.ops import append as append_ops
-from kvquant.rows.format import HEAD_DIMS, NAMES
+from kvquant.rows.format import NAMES
 from kvquant.rows.quantize import is_nan_row
 from kvquant.rows.rotation import rotate
 
@@ -172,26 +172,6 @@ def test_rope_turns_pairs_and_keeps_scores_relative(rotary_dim: int, interleaved
     )
 
 
-@pytest.mark.parametrize("name", mark_slow(NAMES, USUAL))
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_contiguous_cache_and_pages_get_the_same_rows(name: str, head_dim: int) -> None:
-    fmt = RowFormat.parse(name, head_dim)
-    k, v = torch.randn(2, 12, HEADS, head_dim).bfloat16()
-    contiguous, paged = (
-        [torch.zeros(n, HEADS, size, fmt.row_bytes, dtype=torch.uint8) for _ in "kv"]
-        for n, size in ((2, 6), (8, 2))
-    )
-    pages = torch.tensor([5, 0, 7, 2, 3, 1])
-    slots = (pages[:, None] * 2 + torch.arange(2)).flatten()
-    append_rows(
-        k, v, contiguous[0], contiguous[1], torch.arange(12), name, fmt, backend="reference"
-    )
-    append_rows(k, v, paged[0], paged[1], slots, fmt, name, backend="reference")
-    for rows, other in zip(contiguous, paged, strict=True):
-        in_order = other[pages].transpose(1, 2).flatten(0, 1)
-        assert torch.equal(rows.transpose(1, 2).flatten(0, 1), in_order)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", mark_slow(NAMES, USUAL))
 def test_values_come_back_from_their_slots(name: str, dtype: torch.dtype) -> None:
@@ -288,17 +268,6 @@ def test_nan_rows_are_told_by_their_first_number_in_every_backend(name: str) -> 
         numbers = header.view(torch.bfloat16 if name == "bf16" else torch.float16)
         assert bool(numbers.isnan().all())
         assert not rows[1, len(header) :].any()
-
-
-def test_input_that_requires_grad_is_taken() -> None:
-    fmt = RowFormat.parse("int4", 64)
-    k, basis = torch.randn(4, HEADS, 64), Basis(torch.zeros(HEADS, 64), "hadamard")
-    results = []
-    for x in (k, k.clone().requires_grad_()):
-        rows = [torch.zeros(1, HEADS, 4, fmt.row_bytes, dtype=torch.uint8) for _ in "kv"]
-        append_rows(x, x, rows[0], rows[1], torch.arange(4), fmt, fmt, k_transform=basis)
-        results.append(rows[0])
-    assert torch.equal(*results)
 
 
 def with_odd_strides(odd: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, RowFormat, append_rows, dequantize_rows, quantize_rows, slots_of
+from kvquant import KVCache, RowFormat, Slots, append_rows, dequantize_rows, quantize_rows
 from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix, is_nan_row
 from kvquant.rows.rotation import Rope, apply_rope
-from kvquant.rows.slots import Slots, Split
 
 BATCH, HEADS, DIM, TOKENS = 3, 2, 64, 13
 CHUNKS = {"whole": [13], "one by one": [1] * 13, "chunks": [5, 1, 7]}
@@ -54,129 +53,67 @@ BASES = {
 }
 
 
-class Cache:
-    """Rows of K and V of a batch, written by append_rows.
+def make(names: tuple[str, str], windows: tuple[int, int], bases: tuple[Basis, Basis]) -> KVCache:
+    """One layer of room for 30 packed tokens."""
+    kept: Any = {"sink_len": windows[0], "recent_len": windows[1], "rollback_len": 0}
+    kept |= {"k_format": names[0], "v_format": names[1], "bases": [LayerBasis(*bases)]}
+    return KVCache(1, BATCH, HEADS, DIM, 30 + sum(windows), **kept)
 
-    Args:
-        names: formats of K and of V.
-        windows: sink_len, recent_len.
-        bases: of K and of V.
-        backend: of append_rows.
-    """
 
-    def __init__(
-        self,
-        names: tuple[str, str],
-        windows: tuple[int, int],
-        bases: tuple[Basis, Basis],
-        backend: str | None = None,
-    ) -> None:
-        self.formats = [RowFormat.parse(name, DIM) for name in names]
-        self.exact_format = RowFormat("bf16", 1, DIM)
-        self.windows, self.bases, self.backend = windows, bases, backend
-        self.packed = [self._rows(30, fmt) for fmt in self.formats]
-        self.exact = [self._rows(sum(windows), self.exact_format) for _ in "kv"]
-        self.seq_lens = self.packed_lens = torch.zeros(BATCH, dtype=torch.int32)
-        self.bad = torch.zeros(2, dtype=torch.int32)
-
-    @staticmethod
-    def _rows(length: int, fmt: RowFormat) -> torch.Tensor:
-        return torch.zeros(BATCH, HEADS, length, fmt.row_bytes, dtype=torch.uint8)
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Add tokens [batch, heads, tokens, dim] to all sequences."""
-        (sink_len, recent_len), new = self.windows, k.shape[2]
-        slots = slots_of(
-            self.seq_lens, self.packed_lens, None, new, 30, sink_len=sink_len, recent_len=recent_len
-        )
-        has_exact = slots.exact is not None
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        options: Any = {"k_transform": self.bases[0], "v_transform": self.bases[1]}
-        options |= {"bad": self.bad, "backend": self.backend}
-        options |= zip(
-            ("exact_k", "exact_v"), self.exact if has_exact else (None, None), strict=True
-        )
-        append_rows(k, v, self.packed[0], self.packed[1], slots, *self.formats, **options)
-        self.seq_lens = self.seq_lens + new
-        self.packed_lens = Split(sink_len, recent_len, 1).packed_lens(
-            self.seq_lens, self.packed_lens
-        )
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [*self.packed, *self.exact]
-
-    def by_hand(self, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """What tensors must be once k and v are appended to nothing, by the meaning of a basis."""
-        (sink_len, recent_len), total = self.windows, k.shape[2]
-        last = max(total - recent_len, sink_len)
-        packed, exact = [], []
-        for x, fmt, basis in zip((k, v), self.formats, self.bases, strict=True):
-            stored = basis.encode(x)
-            ring = self._rows(sum(self.windows), self.exact_format)
-            if any(self.windows):
-                rounded = quantize_rows(stored, self.exact_format, check=False)
-                stored = dequantize_rows(rounded, self.exact_format)
-                ring[:, :, :sink_len] = rounded[:, :, :sink_len]
-                for token in range(last, total):
-                    row = sink_len + (token - sink_len) % recent_len
-                    ring[:, :, row] = rounded[:, :, token]
-            rows = self._rows(30, fmt)
-            middle = stored[:, :, sink_len:last]
-            rows[:, :, : last - sink_len] = quantize_calibrated(
-                middle, fmt, clip=basis.clip, feedback=basis.feedback
-            )
-            packed.append(rows)
-            exact.append(ring)
-        return packed + exact
+def by_hand(
+    names: tuple[str, str],
+    windows: tuple[int, int],
+    bases: tuple[Basis, Basis],
+    new: torch.Tensor,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The packed and the 16-bit rows of K and of V, once new ones are appended to nothing."""
+    (sink_len, recent_len), total = windows, new.shape[3]
+    last = max(total - recent_len, sink_len)
+    found, exact = [], RowFormat("bf16", 1, DIM)
+    for x, name, basis in zip(new, names, bases, strict=True):
+        stored, fmt = basis.encode(x), RowFormat.parse(name, DIM)
+        ring = torch.zeros(BATCH, HEADS, sum(windows), exact.row_bytes, dtype=torch.uint8)
+        if any(windows):
+            rounded = quantize_rows(stored, exact, check=False)
+            stored = dequantize_rows(rounded, exact)
+            ring[:, :, :sink_len] = rounded[:, :, :sink_len]
+            for token in range(last, total):
+                ring[:, :, sink_len + (token - sink_len) % recent_len] = rounded[:, :, token]
+        rounding: Any = {"clip": basis.clip, "feedback": basis.feedback}
+        found.append((quantize_calibrated(stored[:, :, sink_len:last], fmt, **rounding), ring))
+    return found
 
 
 @pytest.mark.parametrize("names", FORMATS)
 @pytest.mark.parametrize("windows", [(0, 0), (2, 5)], ids=["packed", "windows"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("kind", BASES)
 def test_bytes_are_those_of_the_basis_whatever_the_chunks(
-    kind: str, backend: str, windows: tuple[int, int], names: str
+    kind: str, windows: tuple[int, int], names: str
 ) -> None:
-    k, v = torch.randn(2, BATCH, HEADS, TOKENS, DIM) * torch.logspace(-1, 1, DIM)
+    new = torch.randn(2, BATCH, HEADS, TOKENS, DIM) * torch.logspace(-1, 1, DIM)
+    given = FORMATS[names], windows, BASES[kind]
+    wanted = by_hand(*given, new)
     for chunks in CHUNKS.values():
-        cache = Cache(FORMATS[names], windows, BASES[kind], backend)
-        for k_part, v_part in zip(k.split(chunks, 2), v.split(chunks, 2), strict=True):
-            cache.append(k_part, v_part)
-        for tensor, wanted in zip(cache.tensors(), cache.by_hand(k, v), strict=True):
-            assert torch.equal(tensor, wanted), chunks
-
-
-@pytest.mark.parametrize("windows", [(0, 0), (2, 5)], ids=["packed", "windows"])
-def test_bytes_are_those_of_a_cache(windows: tuple[int, int]) -> None:
-    k, v = torch.randn(2, BATCH, HEADS, TOKENS, DIM)
-    bases = BASES["hadamard with feedback and clip, matrix with clip"]
-    options: Any = {"sink_len": windows[0], "recent_len": windows[1], "rollback_len": 0}
-    options |= {"k_format": "int4-g4", "v_format": "int8", "bases": [LayerBasis(*bases)]}
-    whole = KVCache(1, BATCH, HEADS, DIM, 30 + sum(windows), **options)
-    whole.append(0, k, v)
-    cache = Cache(("int4-g4", "int8"), windows, bases)
-    for part in range(TOKENS):
-        cache.append(k[:, :, part : part + 1], v[:, :, part : part + 1])
-    layer = whole.layers[0]
-    of_layer = layer.k_packed, layer.v_packed, layer.k_exact_rows, layer.v_exact_rows
-    for tensor, wanted in zip(cache.tensors(), of_layer, strict=True):
-        if wanted is layer.k_packed or wanted is layer.v_packed:  # recent tokens have one, too
-            count = TOKENS - sum(windows)
-            tensor, wanted = tensor[:, :, :count], wanted[:, :, :count]
-        assert torch.equal(tensor, wanted)
+        cache = make(*given)
+        for part in new.split(chunks, 3):
+            cache.append(0, part[0], part[1])
+        at = cache.layers[0]
+        found = (at.k_packed, at.k_exact_rows), (at.v_packed, at.v_exact_rows)
+        for (packed, exact), (rows, ring) in zip(found, wanted, strict=True):
+            assert torch.equal(packed[:, :, : rows.shape[2]], rows), chunks
+            assert torch.equal(exact, ring), chunks
 
 
 def test_any_matrix_gives_the_values_of_its_basis() -> None:
-    k, v = torch.randn(2, BATCH, HEADS, TOKENS, DIM)
-    basis = Basis(
-        torch.randn(HEADS, DIM), "matrix", torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM)
-    )
-    cache = Cache(("int8", "int8"), (0, 0), (basis, basis))
-    cache.append(k, v)
-    values, wanted = (
-        dequantize_rows(rows[0], cache.formats[0])
-        for rows in (cache.tensors(), cache.by_hand(k, v))
-    )
+    new = torch.randn(2, BATCH, HEADS, TOKENS, DIM)
+    matrix = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM)
+    basis = Basis(torch.randn(HEADS, DIM), "matrix", matrix)
+    given = ("int8", "int8"), (0, 0), (basis, basis)
+    cache = make(*given)
+    cache.append(0, new[0], new[1])
+    fmt = RowFormat.parse("int8", DIM)
+    rows = cache.layers[0].k_packed[:, :, :TOKENS], by_hand(*given, new)[0][0]
+    values, wanted = (dequantize_rows(x, fmt) for x in rows)
     torch.testing.assert_close(values, wanted, atol=0.05, rtol=0)
 
 
@@ -217,55 +154,19 @@ def test_rows_that_cannot_be_held_are_nan_and_counted(feedback: bool, backend: s
     assert not rows[0, 0, :, 2].any(), "no token goes there"
 
 
-def test_sixteen_bit_rows_with_nan_are_counted_once() -> None:
-    basis = make_basis("hadamard")
-    cache = Cache(("int4", "int4"), (1, 3), (basis, basis))
-    k = torch.randn(BATCH, HEADS, 6, DIM)
-    k[0, 0, 2, 9] = torch.nan
-    cache.append(k[:, :, :4], k[:, :, :4])
-    assert cache.bad.tolist() == [1, 1]
-    cache.append(k[:, :, 4:], k[:, :, 4:])
-    assert cache.bad.tolist() == [1, 1], "the row has left the window, and was counted before"
-    assert bool(dequantize_rows(cache.packed[0][0, 0, 1], cache.formats[0]).isnan().all())
-
-
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_row_that_only_its_16_bit_format_holds_is_counted_when_it_leaves(backend: str) -> None:
-    basis = make_basis("none")
-    cache = Cache(("int4", "int4"), (0, 2), (basis, basis), backend)
-    k, v = torch.zeros(2, BATCH, HEADS, 5, DIM)
-    k[1, 0, 1] = 1e5  # bfloat16 holds it, int4 ends at 65504
-    for token, count in enumerate([0, 0, 0, 1, 1]):
-        cache.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
-        assert cache.bad.tolist() == [count, 0]
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_a_graph_takes_a_basis(compiler: str) -> None:
-    torch._dynamo.reset()
-    fmt = RowFormat.parse("int4-g4", DIM)
-    bases = BASES["hadamard with feedback and clip, matrix with clip"]
-
-    def step(x: torch.Tensor, rows: torch.Tensor, slots: Slots) -> None:
-        append_rows(
-            x, 2 * x, rows[0], rows[1], slots, fmt, fmt, k_transform=bases[0], v_transform=bases[1]
-        )
-
-    x, slots = torch.randn(4, HEADS, DIM), Slots(torch.tensor([3, -1, 0, 1]))
-    written, expected = torch.zeros(2, 2, 1, HEADS, 5, fmt.row_bytes, dtype=torch.uint8)
-    torch.compile(step, fullgraph=True, backend=compiler)(x, written, slots)
-    step(x, expected, slots)
-    assert torch.equal(written, expected) and bool(written.any())
-
-
-def test_a_basis_without_rounding_of_its_own_stores_its_encoded_rows() -> None:
-    basis, fmt = make_basis("hadamard", clip=False, feedback=False), RowFormat.parse("int8", DIM)
-    x = torch.randn(5, HEADS, DIM)
-    encoded = basis.encode(x.transpose(0, 1)[None])[0].transpose(0, 1)
-    found = []
-    for new, given in ((x, basis), (encoded, None)):
-        rows = torch.zeros(2, 1, HEADS, 5, fmt.row_bytes, dtype=torch.uint8)
-        transforms: Any = {"k_transform": given, "v_transform": given}
-        append_rows(new, new, rows[0], rows[1], torch.arange(5), fmt, fmt, **transforms)
-        found.append(rows)
-    assert torch.equal(*found)
+    basis, fmt, exact = make_basis("none"), RowFormat.parse("int4", DIM), RowFormat("bf16", 1, DIM)
+    packed, kept = (
+        [torch.zeros(1, HEADS, 2, f.row_bytes, dtype=torch.uint8) for _ in "kv"]
+        for f in (fmt, exact)
+    )
+    bad, zero = torch.zeros(2, dtype=torch.int32), torch.zeros(1, HEADS, DIM)
+    large = zero.clone()
+    large[0, 0] = 1e5  # bfloat16 holds it, int4 ends at 65504
+    options: Any = {"exact_k": kept[0], "exact_v": kept[1], "bad": bad, "backend": backend}
+    options |= {"k_transform": basis, "v_transform": basis}
+    for k, evicted, count in ((large, -1, 0), (zero, 0, 1), (zero, 1, 1)):
+        slots = Slots(*(torch.tensor([slot]) for slot in (-1, 0, evicted)))
+        append_rows(k, zero, packed[0], packed[1], slots, fmt, fmt, **options)
+        assert bad.tolist() == [count, 0]

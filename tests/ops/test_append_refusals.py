@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,8 +11,6 @@ import torch
 
 from kvquant import Basis, Rope, RowFormat, Slots, append_rows, debug, dequantize_pages
 from kvquant.errors import ConfigError, DeviceError, KVQuantError, ShapeError
-from kvquant.kernels.cuda.append import launch as cuda_append
-from kvquant.kernels.cuda.dequantize import launch as cuda_dequantize
 from kvquant.ops import append as append_ops
 from kvquant.ops import rows_at
 from kvquant.rows.call import AppendCall
@@ -258,13 +255,6 @@ def test_in_debug_mode_values_are_read_before_a_launch(
     append_rows(**arguments())
     dequantize_pages(storage(fmt), fmt, torch.tensor([0, 34]), torch.float16)
     assert [check for _, check in launches] == [None, None], "they are checked already"
-
-
-def test_the_cuda_launchers_take_the_arguments_of_the_calls() -> None:
-    parameters = list(inspect.signature(cuda_append.append).parameters)
-    assert parameters == ["call", "check", "overlaps", "queries"]
-    parameters = list(inspect.signature(cuda_dequantize.dequantize).parameters)
-    assert parameters == ["rows", "fmt", "slots", "out", "check"]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

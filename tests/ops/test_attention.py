@@ -88,34 +88,6 @@ def test_a_sequence_without_tokens_gives_zeros_and_minus_inf(backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_room_count_as_empty(backend: str) -> None:
-    rows = torch.empty(2, 2, 0, INT4.row_bytes, dtype=torch.uint8)
-    q = torch.randn(2, 4, 64)
-    out, lse = state(q, rows, rows, lens(0, 0), k_format=INT4, v_format=INT4, backend=backend)
-    assert not out.any()
-    assert bool((lse == -torch.inf).all())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_empty_batch_gives_an_empty_result(backend: str) -> None:
-    rows = torch.empty(0, 2, 5, INT4.row_bytes, dtype=torch.uint8)
-    out, lse = state(
-        torch.randn(0, 4, 64), rows, rows, lens(), k_format=INT4, v_format=INT4, backend=backend
-    )
-    assert out.shape == (0, 4, 64)
-    assert lse.shape == (0, 4)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_token_gives_its_values_and_its_score(backend: str) -> None:
-    k_rows, v_rows = packed(1, 2, 1)
-    q = torch.randn(1, 2, 64)
-    out, lse = state(q, k_rows, v_rows, lens(1), k_format=INT4, v_format=INT4, backend=backend)
-    torch.testing.assert_close(out, dequantize_rows(v_rows, INT4)[:, :, 0])
-    torch.testing.assert_close(lse, (q * dequantize_rows(k_rows, INT4)[:, :, 0]).sum(-1) / 8)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: str) -> None:
     k_rows, v_rows = packed(1, 2, 9)
@@ -148,30 +120,6 @@ def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_segments_are_attended_as_one_sequence(backend: str) -> None:
-    bf16 = RowFormat.parse("bf16", 64)
-    k, v = torch.randn(2, 2, 2, 40, 64).bfloat16()
-    q = torch.randn(2, 4, 64)
-    k_rows, v_rows = (quantize_rows(x, bf16) for x in (k, v))
-    whole, lse = state(q, k_rows, v_rows, lens(40, 31), k_format=bf16, v_format=bf16)
-    # tokens 0-3, then 4-19, then the rest in a ring of 24 rows that starts at row 10 or 20
-    ring = torch.full((2, 2, 2, 24, bf16.row_bytes), 255, dtype=torch.uint8)
-    for b, (start, count) in enumerate(((10, 20), (20, 11))):
-        for i in range(count):
-            ring[0, b, :, (start + i) % 24] = k_rows[b, :, 20 + i]
-            ring[1, b, :, (start + i) % 24] = v_rows[b, :, 20 + i]
-    segments = [
-        Segment(k_rows[:, :, :4], v_rows[:, :, :4], lens(4, 4), bf16, bf16),
-        Segment(k_rows[:, :, 4:20], v_rows[:, :, 4:20], lens(16, 16), bf16, bf16),
-        Segment(k_rows[:, :, :7], v_rows[:, :, :7], lens(0, 0), bf16, bf16),
-        Segment(ring[0], ring[1], lens(20, 11), bf16, bf16, lens(10, 20)),
-    ]
-    result = attend_segments(q, segments, return_lse=True, backend=backend)
-    assert relative_l2(result[0], whole) < 1e-5
-    assert relative_l2(result[1], lse) < 1e-5
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str) -> None:
     bf16 = RowFormat.parse("bf16", 64)
     rows = quantize_rows(torch.randn(2, 3, 2, 300, 64).bfloat16(), bf16)
@@ -190,16 +138,6 @@ def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str) -> None:
     expected = attend_segments(q, [plain], return_lse=True, backend=backend)
     for one, other in zip(result, expected, strict=True):
         assert relative_l2(one, other) < 1e-5
-
-
-def test_queries_that_require_grad_are_taken() -> None:
-    k_rows, v_rows = packed(1, 2, 9)
-    q = torch.randn(1, 4, 64)
-    for backend in BACKENDS:
-        options = {"k_format": INT4, "v_format": INT4, "backend": backend}
-        out, _ = state(q.clone().requires_grad_(), k_rows, v_rows, lens(9), **options)
-        assert not out.requires_grad
-        assert torch.equal(out, state(q, k_rows, v_rows, lens(9), **options)[0])
 
 
 def call(q: torch.Tensor, segment: Segment, **options: Any) -> Any:

@@ -10,12 +10,10 @@ import torch
 from attend import attend_segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relative_l2 import relative_l2
 from segment_cases import HEADS, State, assert_close, lens, packed, segments_of
 from slow_cases import mark_slow
 
-from kvquant import KVCache, RowFormat, decode_attention, reference_attention
-from kvquant.rows.basis import Basis, LayerBasis
+from kvquant import RowFormat, decode_attention
 from kvquant.rows.reference import reference_over_segments
 
 BACKENDS = ("cpu", "reference")
@@ -77,100 +75,6 @@ def test_each_query_sees_the_tokens_up_to_its_own(case: tuple[str, int, tuple[in
             assert_close(found, exact, LIMIT)
 
     check()
-
-
-def test_k_and_v_of_unlike_formats() -> None:
-    """tests/kernels/cpu tests all pairs: the CPU kernel takes more queries as more heads."""
-    k_format, v_format = RowFormat.parse("int4-g4", 64), RowFormat.parse("int8", 96)
-    rows = packed(3, HEADS, 150, fmt=k_format), packed(3, HEADS, 150, fmt=v_format)
-    options: dict[str, Any] = {"k_format": k_format, "v_format": v_format, "return_lse": True}
-    q, q_lens = torch.randn(3, 3, 8, 64), lens(3, 2, 1)
-    for dtype, limit in ((torch.float32, LIMIT), (torch.bfloat16, 3e-3), (torch.float16, 8e-4)):
-        given = q.to(dtype), *rows, lens(150, 17, 1)
-        out, lse = decode_attention(*given, q_lens=q_lens, **options)
-        assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, (3, 3, 8, 96))
-        expected = reference_attention(*given, q_lens=q_lens, **options)
-        assert_close((out, lse), expected, limit)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["linear", "pages", "ring", "cache"])
-def test_one_query_is_the_same_with_an_axis_and_without(kind: str, backend: str) -> None:
-    segments, _, _ = segments_of(kind, (40, 0, 17, 1), 64)
-    q = torch.randn(4, 6, 64)
-    options: dict[str, Any] = {"return_lse": True, "backend": backend}
-    for num_splits in (None, 3):
-        expected = attend_segments(q, segments, num_splits=num_splits, **options)
-        for q_lens in (None, lens(1, 1, 1, 1)):
-            found = attend_segments(
-                q[:, None], segments, q_lens=q_lens, num_splits=num_splits, **options
-            )
-            for one, other in zip(found, expected, strict=True):
-                assert torch.equal(one[:, 0], other)
-    assert all(
-        map(torch.equal, found, attend_segments(q[:, None], segments, num_splits=3, **options))
-    )
-
-
-@pytest.mark.parametrize("kind", [None, "none", "hadamard", "matrix"])
-def test_drafted_tokens_are_attended_as_token_by_token(kind: str | None) -> None:
-    """Nothing is packed meanwhile: the ring, cropped before, has room for all of them."""
-    bases = None
-    if kind is not None:
-        matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-        bases = [LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))]
-    # products with a matrix may differ in their last bits, and then a stored bfloat16 by one unit
-    limit = 2**-8 if kind == "matrix" else LIMIT
-    kept: dict[str, Any] = {"sink_len": 2, "recent_len": 8, "rollback_len": 0}
-    cache = KVCache(1, 3, HEADS, 64, 100, bases=bases, **kept)
-    k, v = torch.randn(2, 3, HEADS, 40, 64)
-    cache.append(0, k, v, [40, 9, 5])
-    cache.crop([36, 4, 0])
-    other, new_lens = cache.fork(), [4, 3, 2]
-    q, (k, v) = torch.randn(3, 4, 6, 64), torch.randn(2, 3, HEADS, 4, 64)
-    cache.append(0, k, v, new_lens)
-    out, lse = cache.attend(0, q, lens(*new_lens), return_lse=True)
-    for i in range(4):
-        counts = [int(i < count) for count in new_lens]
-        other.append(0, k[:, :, i : i + 1], v[:, :, i : i + 1], counts)
-        assert other.layers[0].packed_lens.equal(cache.layers[0].packed_lens)
-        one = other.attend(0, q[:, i], return_lse=True)
-        for b, count in enumerate(counts):
-            if count:
-                assert relative_l2(out[b, i], one[0][b]) < limit
-                torch.testing.assert_close(lse[b, i], one[1][b], rtol=1e-5, atol=limit)
-            else:
-                assert not out[b, i].any() and bool((lse[b, i] == -torch.inf).all())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_in_a_basis_give_what_the_values_give(
-    dtype: torch.dtype, kind: str, backend: str
-) -> None:
-    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    bases = [LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))]
-    cache = KVCache(1, 4, HEADS, 64, 100, sink_len=2, recent_len=8, bases=bases)
-    counts, queries = [60, 2, 0, 11], [3, 3, 2, 0]
-    k, v = torch.randn(2, 4, HEADS, 60, 64)
-    cache.append(0, k, v, counts)
-    q = torch.randn(4, 3, 6, 64).to(dtype)
-    for b, count in enumerate(queries):
-        q[b, count:] = torch.nan
-    keys, values = cache.dequantized(0)
-    expected = plain(q, keys, values, counts, queries)
-    found = cache.attend(0, q, lens(*queries), return_lse=True, backend=backend)
-    assert_close(found, expected, 1e-5 if dtype == torch.float32 else 3e-3)
-    alone = cache.attend(0, q, lens(*queries), backend=backend)
-    assert torch.equal(alone, found[0]) and alone.dtype == dtype
-    every = cache.attend(0, torch.randn(4, 3, 6, 64), return_lse=True, backend=backend)
-    assert every[1].isinf().any(-1).tolist() == [
-        [False, False, False],
-        [True, False, False],
-        [True, True, True],
-        [False, False, False],
-    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,8 +10,7 @@ from attend import attend_segments
 from segment_cases import HEADS, assert_close, lens, packed, segments_of
 from variant_cases import FIELDS, by_hand, variant_with
 
-from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention
-from kvquant.rows.basis import Basis, LayerBasis
+from kvquant import AttentionVariant, RowFormat, decode_attention
 from kvquant.rows.reference import reference_over_segments
 
 BACKENDS = ("cpu", "reference")
@@ -62,18 +61,6 @@ def test_many_queries_and_tokens(kind: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["pages", "ring", "cache"])
-@pytest.mark.parametrize("window", [2**31 - 1, 2**31 - 20, 2**31 - 64])
-def test_a_window_over_all_tokens_hides_none(window: int, kind: str, backend: str) -> None:
-    """Also where the first query would come before the first token, and int32 ends."""
-    segments, _, _ = segments_of(kind, COUNTS, 64)
-    q, variant = torch.randn(4, 64, 4, 64), AttentionVariant(window=window)
-    expected = reference_over_segments(q, segments)
-    found = attend_segments(q, segments, variant=variant, return_lse=True, backend=backend)
-    assert_close(found, expected, 1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_query_is_the_same_with_an_axis_and_without(backend: str) -> None:
     segments, keys, values = segments_of("cache", COUNTS, 64)
     variant = variant_with([name for name in FIELDS if name != "tree_mask"], 4, 1, 4)
@@ -87,29 +74,6 @@ def test_one_query_is_the_same_with_an_axis_and_without(backend: str) -> None:
     plain = attend_segments(q, segments, **options)
     same = attend_segments(q, segments, variant=AttentionVariant(), **options)
     assert all(map(torch.equal, same, plain))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["none", "matrix"])
-@pytest.mark.parametrize(
-    "names", [("soft_cap",), ("score_offsets", "tree_mask", "window"), FIELDS], ids=len
-)
-def test_rows_in_a_basis_give_what_the_values_give(
-    names: tuple[str, ...], kind: str, backend: str
-) -> None:
-    """The offset of K is a part of the scores: capped, and weighed against sinks."""
-    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))
-    cache = KVCache(1, 4, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
-    k, v = torch.randn(2, 4, HEADS, 40, 64)
-    cache.append(0, k, v, COUNTS)
-    q, variant = torch.randn(4, 3, 4, 64), variant_with(names, 4, 3, 4)
-    expected = by_hand(q, *cache.dequantized(0), COUNTS, QUERIES, variant)
-    options: dict[str, Any] = {"q_lens": lens(*QUERIES), "basis": basis, "backend": backend}
-    given = q, cache.segments(0)
-    found = attend_segments(*given, variant=variant, return_lse=True, **options)
-    assert_close(found, expected, 1e-5)
-    assert torch.equal(attend_segments(*given, variant=variant, **options), found[0])
 
 
 @pytest.mark.parametrize("names", [("soft_cap", "window"), FIELDS], ids=len)

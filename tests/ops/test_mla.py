@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from attend import attend_latents
-from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
-from mla_cases import raw_rows
+from fake_cuda import FakeDriver, install
+from mla_calls import compare
+from mla_cases import MlaCase, make_mla
 from refusals import refused
 from slow_cases import mark_slow
 
@@ -29,84 +30,56 @@ from kvquant.rows.segment import latent_segment
 
 SCALE = 192**-0.5
 LENGTHS = (0, 1, 17, 700, 3)
+SMALL: dict[str, Any] = {"dims": (256, 32)}  # 12 columns a block: a kernel takes seconds to compile
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 8e-4}
 
 
-class Case(NamedTuple):
-    """Queries, rows whose unused bytes are NaN, and lengths."""
-
-    q_latent: torch.Tensor
-    q_rope: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-
-
-def make_case(
-    fmt: LatentFormat, heads: int, q_len: int | None = None, dtype: torch.dtype = torch.float32
-) -> Case:
-    lens = torch.tensor(LENGTHS, dtype=torch.int32)
-    shape = (len(LENGTHS), *([] if q_len is None else [q_len]), heads)
-    x = torch.randn(len(LENGTHS), max(LENGTHS), fmt.head_dim)
-    rows = torch.full((*x.shape[:2], fmt.row_bytes), 0xFF, dtype=torch.uint8)  # NaN in any format
-    for b, length in enumerate(LENGTHS):
-        rows[b, :length] = quantize_rows(x[b, :length], fmt)
-    q_latent, q_rope = torch.randn(*shape, fmt.latent_dim), torch.randn(*shape, fmt.rope_dim)
-    return Case((q_latent / 4).to(dtype), q_rope.to(dtype), rows, lens)
+def arguments(case: MlaCase) -> dict[str, Any]:
+    """Of the public call: queries without an axis of them where there is one."""
+    (one,) = case.segments
+    q = case.q_latent, case.q_rope
+    given: dict[str, Any] = {
+        "q_latent": q[0],
+        "q_rope": q[1],
+        "rows": one.k_rows[:, 0],
+        "seq_lens": one.seq_lens,
+    }
+    if case.q_lens is None:
+        given |= {"q_latent": q[0][:, 0], "q_rope": q[1][:, 0]}
+    given |= {"fmt": one.k_format, "sm_scale": case.sm_scale, "q_lens": case.q_lens}
+    return {**given, "block_table": one.block_table, "return_lse": True}
 
 
-def expected(case: Case, fmt: LatentFormat, q_lens: torch.Tensor | None = None) -> torch.Tensor:
-    """[batch, q_len, heads, latent_dim + 1], float64: out and lse by the formula."""
-    q_latent, q_rope = case.q_latent.double(), case.q_rope.double()
-    if q_latent.ndim == 3:
-        q_latent, q_rope = q_latent[:, None], q_rope[:, None]
-    batch, q_len, heads, dim = q_latent.shape
-    found = torch.zeros(batch, q_len, heads, dim + 1, dtype=torch.float64)
-    found[..., -1] = -math.inf
-    for b, length in enumerate(case.seq_lens.tolist()):
-        values = dequantize_rows(case.rows[b, :length], fmt).double()
-        latent, rope = values.split([fmt.latent_dim, fmt.rope_dim], -1)
-        count = q_len if q_lens is None else int(q_lens[b])
-        for i in range(count):
-            seen = length - count + i + 1
-            if seen <= 0:
-                continue
-            scores = q_latent[b, i] @ latent[:seen].T + q_rope[b, i] @ rope[:seen].T
-            scores = scores * SCALE
-            found[b, i, :, :-1] = scores.softmax(-1) @ latent[:seen]
-            found[b, i, :, -1] = scores.logsumexp(-1)
-    return found if case.q_latent.ndim == 4 else found[:, 0]
-
-
-def assert_near(out: torch.Tensor, lse: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
-    error = (out.double() - wanted[..., :-1]).norm() / wanted[..., :-1].norm()
-    assert error <= bound
-    torch.testing.assert_close(lse.double(), wanted[..., -1], atol=1e-4, rtol=1e-5)
+def assert_near(found: tuple[torch.Tensor, torch.Tensor], case: MlaCase, bound: float) -> None:
+    out, lse = (x.view(wanted.shape) for x, wanted in zip(found, (case.out, case.lse), strict=True))
+    assert out.dtype == case.q_latent.dtype and lse.dtype == torch.float32
+    assert float((out.double() - case.out).norm() / case.out.norm()) <= bound
+    torch.testing.assert_close(lse.double(), case.lse, atol=1e-4, rtol=1e-5)
+    assert not out[case.lse == -math.inf].any()
 
 
 @pytest.mark.parametrize(
-    ("name", "dims", "heads", "q_len", "dtype"),
+    ("name", "heads", "options"),
     [
-        ("int4-g8+fp8-g4", (512, 64), 16, None, torch.bfloat16),
-        ("bf16", (512, 64), 16, None, torch.float16),
-        ("fp8", (512, 64), 24, None, torch.float32),  # two blocks of heads
-        ("int3+int2", (512, 64), 4, None, torch.float32),
-        ("int8-g4+int8-g8", (256, 32), 4, 3, torch.float32),  # groups of 4, 4 tokens a block
+        ("int4-g8+fp8-g4", 16, {"dtype": torch.bfloat16}),
+        ("bf16", 16, {"dtype": torch.float16}),
+        ("fp8", 24, {}),  # two blocks of heads
+        ("int3+int2", 4, {}),
+        ("int8-g4+int8-g8", 4, {**SMALL, "q_lens": (3, 3, 3, 3, 3)}),  # 4 tokens a block
+        ("int8-g4+int8-g8", 4, {**SMALL, "q_lens": (0, 3, 2, 3, 1), "page_size": 16}),
+        ("fp8", 12, {"raw_scales": True, "scale": 1e-4, "q_scale": 1e4}),
+        ("fp8", 12, {"raw_scales": True, "scale": 1e8, "q_scale": 1e-8}),
     ],
 )
 def test_the_kernel_attends_as_the_formula_says(
-    name: str, dims: tuple[int, int], heads: int, q_len: int | None, dtype: torch.dtype
+    name: str, heads: int, options: dict[str, Any]
 ) -> None:
-    fmt = LatentFormat.parse(name, *dims)
-    case = make_case(fmt, heads, q_len, dtype)
-    wanted = expected(case, fmt)
+    case = make_mla(name, heads, LENGTHS, **{"dtype": torch.float32, **options})
     for num_splits in (None, 3):
-        out, lse = mla_decode_attention(
-            *case, fmt=name, sm_scale=SCALE, return_lse=True, num_splits=num_splits
-        )
-        assert out.dtype == dtype and out.shape == case.q_latent.shape
-        assert lse.dtype == torch.float32
-        assert_near(out, lse, wanted, BOUNDS[dtype])
-        assert not out[0].any() and bool((lse[0] == -math.inf).all())
+        found = mla_decode_attention(**arguments(case), num_splits=num_splits)
+        assert_near(found, case, BOUNDS[case.q_latent.dtype])
+    if case.q_latent.dtype == torch.float32:
+        assert_near(mla_decode_attention(**arguments(case), backend="reference"), case, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -116,114 +89,50 @@ def test_the_kernel_attends_as_the_formula_says(
             *((name, (512, 64)) for name in ("int4-g8+fp8-g4", "int4-g8+int8-g4", "fp8")),
             *((name, (512, 32)) for name in ("int8-g4", "int3", "bf16")),
             *((name, (256, 64)) for name in ("int4-g8+fp8-g4", "fp8-g4+fp16", "bf16")),
-            *((name, (256, 32)) for name in ("int4-g8+int8-g4", "int2+int3", "fp8")),
+            *((name, (256, 32)) for name in ("int4-g8+int8-g4", "int2+int3")),
         ],
-        [("int4-g8+int8-g4", (512, 64)), ("fp8", (256, 32))],
+        [("int4-g8+int8-g4", (512, 64))],
     ),
     ids=str,
 )
 def test_one_to_four_queries_of_each_format_and_size(rows: tuple[str, tuple[int, int]]) -> None:
     """Heads times queries are always 12, so that one CPU kernel of each format serves all."""
     name, dims = rows
-    if name == "fp8" and dims != (512, 64):
-        with pytest.raises(ConfigError, match="fp8 is FlashMLA's layout, of 512 latents and 64"):
-            LatentFormat.parse(name, *dims)
-        return
-    fmt = LatentFormat.parse(name, *dims)
     for q_len in (1, 2, 3, 4):
-        case = make_case(fmt, 12 // q_len, q_len)
-        q_lens = torch.tensor([q_len, 1, 2, 4, 3], dtype=torch.int32).clamp(max=q_len)
-        case.q_latent[torch.arange(q_len) >= q_lens[:, None]] = math.nan
-        options: Any = {"fmt": fmt, "sm_scale": SCALE, "q_lens": q_lens, "return_lse": True}
-        out, lse = mla_decode_attention(*case, **options)
-        assert_near(out, lse, expected(case, fmt, q_lens), 1e-5)
-
-
-# 12 columns a block, here and below: a kernel takes seconds to compile
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e8])
-def test_rows_of_flash_mla_may_have_scales_of_any_size(scale: float) -> None:
-    fmt = LatentFormat.parse("fp8")
-    case = make_case(fmt, 12)
-    x = torch.randn(5, 700, 576)
-    x[..., :512] *= scale
-    for b, length in enumerate(LENGTHS):
-        case.rows[b, :length] = raw_rows(x[b, :length])
-    case = case._replace(q_latent=case.q_latent / scale)
-    out, lse = mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE, return_lse=True)
-    assert_near(out, lse, expected(case, fmt), 1e-5)
-
-
-def test_queries_see_up_to_their_own_token_in_pages_too() -> None:
-    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
-    case = make_case(fmt, 4, 3)
-    q_lens = torch.tensor([0, 3, 2, 3, 1], dtype=torch.int32)
-    wanted = expected(case, fmt, q_lens)
-    options = {"fmt": fmt, "sm_scale": SCALE, "q_lens": q_lens, "return_lse": True}
-    out, lse = mla_decode_attention(*case, **options)  # type: ignore[call-overload]
-    assert_near(out, lse, wanted, 1e-5)
-    in_float64 = mla_decode_attention(*case, **options, backend="reference")  # type: ignore[call-overload]
-    assert_near(in_float64[0], in_float64[1], wanted, 1e-6)
-
-    page_size, pages = 16, -(-max(LENGTHS) // 16)
-    order = torch.randperm(len(LENGTHS) * pages)
-    pool = torch.full((len(order), page_size, fmt.row_bytes), 0xFF, dtype=torch.uint8)
-    padded = torch.nn.functional.pad(
-        case.rows, (0, 0, 0, pages * page_size - max(LENGTHS)), value=255
-    )
-    pool[order] = padded.view(-1, page_size, fmt.row_bytes)
-    table = order.view(len(LENGTHS), pages).int()
-    table[torch.arange(pages) >= (case.seq_lens[:, None] + 15) // 16] = -7  # not read
-    paged = case._replace(rows=pool)
-    for backend in ("cpu", "reference"):
-        found = mla_decode_attention(*paged, **options, block_table=table, backend=backend)  # type: ignore[call-overload]
-        same = (out, lse) if backend == "cpu" else in_float64
-        assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True))
+        q_lens = [min(n, q_len) for n in (q_len, 1, 2, 4, 3)]
+        given: dict[str, Any] = {"q_lens": q_lens, "dims": dims, "dtype": torch.float32}
+        case = make_mla(name, 12 // q_len, LENGTHS, **given)
+        assert_near(mla_decode_attention(**arguments(case)), case, 1e-5)
 
 
 def test_a_row_with_nan_makes_all_results_nan() -> None:
     fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
     for element in (3, 287):  # of the latent, of the RoPE part
-        case = make_case(fmt, 4, 3)
+        case = make_mla(str(fmt), 4, LENGTHS, q_lens=(3,) * 5, **SMALL)
         x = torch.zeros(fmt.head_dim)
         x[element] = torch.nan
-        case.rows[3, 5] = quantize_rows(x, fmt, check=False)
-        out = mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE)
+        case.segments[0].k_rows[3, 0, 5] = quantize_rows(x, fmt, check=False)
+        out, _ = mla_decode_attention(**arguments(case))
         assert out[3].isnan().all() and not out[[0, 1, 2, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("q_len", [None, 2])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: int | None) -> None:
-    """As if it stood before their own rows; padding sees nothing."""
-    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
-    case = make_case(fmt, 12 // (q_len or 1), q_len)
-    shares = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
-    q_lens = None if q_len is None else torch.tensor([0, 1, 2, 2, 0], dtype=torch.int32)
-    first = quantize_rows(torch.randn(1, 40, fmt.head_dim), fmt)
-    first[0, 33:] = 0xFF  # NaN
-    whole = torch.full((5, 733, fmt.row_bytes), 0xFF, dtype=torch.uint8)
-    for b, length in enumerate(LENGTHS):
-        own = [first[0, :33]] * int(shares[b]) + [case.rows[b, :length]]
-        whole[b, : length + 33 * int(shares[b])] = torch.cat(own)
-    lens = case.seq_lens + 33 * shares
-    wanted = expected(case._replace(rows=whole, seq_lens=lens), fmt, q_lens)
-    if q_lens is not None:
-        case.q_latent[torch.arange(2) >= q_lens[:, None]] = math.nan
-    prefix_lens = torch.tensor([33], dtype=torch.int32)
-    prefix = LatentPrefix(latent_segment(first[:, None], prefix_lens, fmt), shares)
-    segments = [latent_segment(case.rows[:, None], case.seq_lens, fmt)]
-    call: Any = {"prefix": prefix, "q_lens": q_lens, "sm_scale": SCALE, "return_lse": True}
-    call["backend"] = backend
-    queries = case.q_latent, case.q_rope
-    out, lse = attend_latents(*queries, segments, **call)
-    assert_near(out, lse, wanted, 1e-5)
-    if q_len is not None:
-        none = case.q_latent[:, :0], case.q_rope[:, :0]
-        out, _ = attend_latents(*none, segments, **{**call, "q_lens": None})
-        assert out.shape == none[0].shape
-    prefix_lens[0] = 41
-    with pytest.raises(ShapeError, match="seq_lens of sequence 0 is 41"):
-        attend_latents(*queries, segments, **call)
+def test_a_prefix_that_does_not_fit_is_refused() -> None:
+    case = make_mla("int8-g4+int8-g8", 12, LENGTHS, **SMALL)
+    (first,) = make_mla("int8-g4+int8-g8", 12, (33,), **SMALL).segments
+    prefix = LatentPrefix(first, torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32))
+    queries = case.q_latent[:, 0], case.q_rope[:, 0]
+    for changed, error, message in (
+        (prefix._replace(shares=prefix.shares[:4]), ShapeError, r"shares is \[4\]: it must be"),
+        (prefix._replace(shares=prefix.shares.long()), ConfigError, "shares is torch.int64: use"),
+        (prefix._replace(rows=case.segments[0]), ShapeError, "the batch must be the same"),
+        (
+            prefix._replace(rows=first._replace(seq_lens=first.seq_lens + 9)),
+            ShapeError,
+            "seq_lens of sequence 0 is 42",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            attend_latents(*queries, case.segments, sm_scale=SCALE, prefix=changed)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -272,20 +181,20 @@ def test_an_engine_writes_pages_of_its_own_and_reads_them_back(name: str, device
 
 
 def test_torch_compile_takes_the_call_as_one_op() -> None:
-    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
-    case = make_case(fmt, 4, 3)
-    lens = torch.tensor([0, 3, 2, 3, 1], dtype=torch.int32)
+    case = make_mla("int8-g4+int8-g8", 4, LENGTHS, q_lens=(0, 3, 2, 3, 1), **SMALL)
+    given = arguments(case)
+    fmt, rows, lens, q_lens = (given[name] for name in ("fmt", "rows", "seq_lens", "q_lens"))
 
-    def attend(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-        return mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE, q_lens=lens, return_lse=True)
+    def attend(q_latent: torch.Tensor, q_rope: torch.Tensor) -> Any:
+        return mla_decode_attention(**{**given, "q_latent": q_latent, "q_rope": q_rope})
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for found, wanted in zip(compiled(case), attend(case), strict=True):
-        assert torch.equal(found, wanted)
-    args = [[case.rows[:, None]], [case.seq_lens], [str(fmt)], [None], [None], [0], [None], lens]
+    queries = case.q_latent.nan_to_num(), case.q_rope.nan_to_num()
+    assert all(map(torch.equal, compiled(*queries), attend(*queries)))
+    args = [[rows[:, None]], [lens], [str(fmt)], [None], [None], [0], [None], q_lens]
     torch.library.opcheck(
         torch.ops.kvquant.attend_latents.default,
-        (case.q_latent, case.q_rope, *args, None, SCALE, True, None, None),
+        (*queries, *args, None, SCALE, True, None, None),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -293,10 +202,8 @@ def test_torch_compile_takes_the_call_as_one_op() -> None:
 def test_one_compiled_function_serves_rows_of_other_formats() -> None:
     compiled = torch.compile(mla_decode_attention, fullgraph=True, backend="aot_eager")
     for name in ("int4-g8+fp8-g4", "int8-g4", "fp8"):
-        fmt = LatentFormat.parse(name)
-        case = make_case(fmt, 2)
-        options: Any = {"fmt": fmt, "sm_scale": SCALE, "backend": "reference"}
-        assert torch.equal(compiled(*case, **options), mla_decode_attention(*case, **options))
+        given = arguments(make_mla(name, 2, LENGTHS)) | {"backend": "reference"}
+        assert all(map(torch.equal, compiled(**given), mla_decode_attention(**given)))
 
 
 LATENTS = LatentFormat.parse("int8-g4")
@@ -348,42 +255,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 @pytest.mark.extra("cuda")
-@pytest.mark.parametrize("q_len", [None, 2])
-def test_cuda_launches_one_kernel_for_all_heads(q_len: int | None, gpu: FakeDriver) -> None:
-    fmt = LatentFormat.parse("int4-g8+fp8-g4")
-    case = make_case(fmt, 16, q_len, torch.bfloat16)
-    for _ in range(2):
-        out, lse = mla_decode_attention(
-            *case, fmt=fmt, sm_scale=SCALE, num_splits=1, return_lse=True
-        )
-        assert out.shape == case.q_latent.shape and lse.shape == out.shape[:-1]
-        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    (spec,) = loaded_specs()
-    assert spec.causal is (q_len is not None)
-    first, second = (arguments_of(spec, note.arguments) for note in gpu.launched)
-    assert first["rows"] == second["rows"] == case.rows.data_ptr()
-    assert first["q_latent"] == case.q_latent.data_ptr()
-
-
-@pytest.mark.extra("cuda")
-def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
-    fmt = LatentFormat.parse("int4-g8+fp8-g4")
-    case = make_case(fmt, 16, None, torch.bfloat16)
-    one = latent_segment(case.rows[:, None], case.seq_lens, fmt)
-    for count in (1, 2, 3):
-        done = len(gpu.launched)
-        out = attend_latents(
-            case.q_latent, case.q_rope, [one] * count, sm_scale=SCALE, num_splits=1
-        )
-        assert isinstance(out, torch.Tensor) and out.shape == case.q_latent.shape
-        assert len(gpu.launched) - done == count + (count > 1), "and one that combines them"
-    empty = one._replace(k_rows=one.k_rows[:, :, :0], v_rows=one.v_rows[:, :, :0])
-    done = len(gpu.launched)
-    attend_latents(case.q_latent, case.q_rope, [empty, one], sm_scale=SCALE, num_splits=1)
-    assert len(gpu.launched) - done == 1, "what has no room is left out"
-
-
-@pytest.mark.extra("cuda")
 def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
     mla_decode_attention(**GIVEN)
     launched = len(gpu.launched)
@@ -396,30 +267,20 @@ def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
     assert len(gpu.launched) == launched
 
 
-def on_gpu(case: Case) -> Case:
-    return Case(*(x.cuda() for x in case))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("q_len", [None, 3])
+@pytest.mark.parametrize("q_lens", [None, (0, 1, 3, 2, 3)], ids=str)
 @pytest.mark.parametrize("name", ["int4-g8+fp8-g4", "int8-g4+int8-g4"])
 def test_a_gpu_gives_what_the_formula_gives(
-    name: str, q_len: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, q_lens: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fmt = LatentFormat.parse(name)
-    case = make_case(fmt, 16, q_len, dtype)
-    q_lens = None if q_len is None else torch.tensor([0, 1, 3, 2, 3], dtype=torch.int32)
-    wanted = expected(case, fmt, q_lens)
-    there = on_gpu(case)
-    options: Any = {"fmt": fmt, "sm_scale": SCALE, "return_lse": True}
-    if q_lens is not None:
-        options["q_lens"] = q_lens.cuda()
-    plain = mla_decode_attention(*there, **options)
-    compiled = torch.compile(mla_decode_attention, fullgraph=True, backend="aot_eager")
-    traced = compiled(*there, **options)
+    case = make_mla(name, 16, LENGTHS, q_lens=q_lens, dtype=dtype, device="cuda")
+    given = arguments(case)
+    compiled: Any = torch.compile(mla_decode_attention, fullgraph=True, backend="aot_eager")
+    plain, traced = mla_decode_attention(**given), compiled(**given)
     monkeypatch.setattr(debug, "enabled", True)
-    for out, lse in (plain, traced, mla_decode_attention(*there, **options)):
-        assert_near(out.cpu(), lse.cpu(), wanted, BOUNDS[dtype])
-    with pytest.raises(ShapeError, match="room for 0 to 700 rows"):
-        mla_decode_attention(*there._replace(seq_lens=there.seq_lens + 1), **options)
+    for found in (plain, traced, mla_decode_attention(**given)):
+        out, lse = (x.view(y.shape) for x, y in zip(found, (case.out, case.lse), strict=True))
+        compare(case, out, lse)
+    with pytest.raises(ShapeError, match="room for 0 to 705 rows"):
+        mla_decode_attention(**given | {"seq_lens": given["seq_lens"] + 6})

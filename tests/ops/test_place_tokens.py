@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeDriver, install_for_caches
-from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 from slow_cases import mark_slow
 from small_caches import BATCH, make, tokens
 from torch_operations import Operations
 
 from kvquant.cache import layer
-from kvquant.kernels.cuda.runtime.driver import Launcher
 from kvquant.ops import slots as slotops
-from kvquant.ops.slots import Lens, Sizes, place_tokens
+from kvquant.ops.slots import Lens, Sizes
 
 # that launch nothing
 WITHOUT_KERNEL = "detach empty empty_strided slice squeeze transpose unbind view"
@@ -87,117 +84,3 @@ def test_nothing_is_changed_when_rows_cannot_be_written(
     for name, tensor in at.tensors().items():
         assert torch.equal(tensor, before[name]), name
     assert at.longest == 20
-
-
-def compare(split: Split, device: str) -> None:
-    """Steps and crops of a layer, and of another one by the reference."""
-    draw, batch = random.Random(1), 5
-    at, other = make_layer(split, batch, device), make_layer(split, batch)
-    overflow = torch.zeros(1, dtype=torch.int32, device=device)
-    other_overflow = torch.zeros(1).int()
-    for step in range(40):
-        new_tokens = draw.choice([1, 1, 2, 7, 40, 600])
-        lens = random_lens(draw, batch, new_tokens)
-        given = None
-        if lens is not None:
-            dtype, every = draw.choice([torch.int32, torch.int64]), draw.choice([1, 2])
-            given = torch.zeros(every * batch, dtype=dtype, device=device)[::every]
-            given.copy_(torch.tensor(lens))
-        slots = place_tokens(at.lens, at.sizes, given, new_tokens, overflow).slots
-        for found, expected in zip(
-            slots, place(other, lens, new_tokens, other_overflow), strict=True
-        ):
-            assert (found is None) == (expected is None)
-            assert found is None or expected is None or torch.equal(found.cpu(), expected)
-        for name, tensor in other.tensors().items():
-            assert torch.equal(tensor, at.tensors()[name].cpu()), (name, step)
-        assert torch.equal(overflow.cpu(), other_overflow)
-        random_crop(draw, other)
-        for name, tensor in other.tensors().items():
-            at.tensors()[name].copy_(tensor)
-
-
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_slots_and_lengths_are_those_of_the_reference(split: Split) -> None:
-    compare(split, "cpu")
-
-
-# On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
-    compare(split, "cuda")
-
-
-@pytest.mark.gpu
-def test_lengths_grow_in_a_graph() -> None:
-    at, other = make_layer(SPLITS["window"], BATCH, "cuda"), make_layer(SPLITS["window"], BATCH)
-    overflow, other_overflow = (
-        torch.zeros(1, dtype=torch.int32, device="cuda"),
-        torch.zeros(1).int(),
-    )
-    new_lens = torch.zeros(BATCH, dtype=torch.int32, device="cuda")
-    place_tokens(at.lens, at.sizes, new_lens, 2, overflow)  # compiled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        slots = place_tokens(at.lens, at.sizes, new_lens, 2, overflow).slots
-    for count in range(70):
-        lens = [1, 2, count % 3]
-        new_lens.copy_(torch.tensor(lens))
-        graph.replay()
-        for found, expected in zip(slots, place(other, lens, 2, other_overflow), strict=True):
-            assert found is not None and expected is not None
-            assert torch.equal(found.cpu(), expected), count
-        for name, tensor in other.tensors().items():
-            assert torch.equal(tensor, at.tensors()[name].cpu()), name
-    assert torch.equal(overflow.cpu(), other_overflow) and int(overflow) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
-def test_compiled_steps_are_those_of_the_cpu() -> None:
-    windows = [8, None]
-    cache, other = make("cuda", windows=windows), make(windows=windows)
-    for one, device in ((cache, "cuda"), (other, "cpu")):
-        for index in range(2):
-            one.append(index, *tokens(0, device))
-
-    def step(k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> None:
-        for index in range(2):
-            cache.append(index, k, v, new_lens)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for count in range(12):
-        k, v = tokens(2)
-        new_lens = torch.tensor([2, count % 2, 0])
-        compiled(k.cuda(), v.cuda(), new_lens.cuda())
-        for index in range(2):
-            other.append(index, k, v, new_lens)
-        for at, expected in zip(cache.layers, other.layers, strict=True):
-            for name, tensor in at.tensors().items():
-                assert torch.equal(tensor.cpu(), expected.tensors()[name]), name
-    compiled(k.cuda(), v.cuda(), new_lens.cuda())
-    assert cache.overflow_tokens.tolist() == [4]
-
-
-@pytest.mark.gpu
-def test_a_layer_takes_two_launches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[Launcher] = []
-    launch = Launcher.__call__
-
-    def note(self: Launcher, *call: Any) -> None:
-        launches.append(self)
-        launch(self, *call)
-
-    monkeypatch.setattr(Launcher, "__call__", note)
-    cache = make("cuda")
-    (k, v), new_lens = tokens(1, "cuda"), torch.ones(BATCH, dtype=torch.int32, device="cuda")
-    cache.append(0, k, v)  # the first append compiles kernels, which is rehearsed in torch
-    for given in (None, new_lens, new_lens.long()):
-        launches.clear()
-        with Operations() as calls:
-            cache.append(0, k, v, given)
-        assert len(launches) == 2
-        assert {*calls.names} <= {*WITHOUT_KERNEL.split()}, calls.names

@@ -171,30 +171,6 @@ def test_unchecked_bad_rows_decode_to_nan_and_leave_others_alone(
     assert torch.equal(quantize(x[::2], fmt, check=False), expected[::2])
 
 
-def test_input_that_requires_grad_is_taken() -> None:
-    fmt = RowFormat.parse("int4", 64)
-    x = torch.randn(2, 64)
-    for backend in ("reference", "cpu"):
-        rows = quantize(x.clone().requires_grad_(), fmt, backend=backend)
-        assert torch.equal(rows, quantize(x, fmt))
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_does_not_matter(dtype: torch.dtype, backend: str) -> None:
-    x = torch.randn(300, 64)
-    for name in ("int4-g4", "fp8", "bf16"):
-        fmt = RowFormat.parse(name, 64)
-        rows = quantize(x, fmt)
-        values = dequantize(rows, fmt)
-        torch.set_default_dtype(dtype)
-        try:
-            assert torch.equal(quantize(x, fmt, backend=backend), rows)
-            assert torch.equal(dequantize(rows, fmt, backend=backend), values)
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
 def test_a_wrong_last_axis_is_refused() -> None:
     fmt = RowFormat.parse("int4", 128)
     with pytest.raises(ShapeError, match=r"x is \[2, 64\]: its last axis must be head_dim 128"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from attend import attend_segments
@@ -19,15 +18,12 @@ from variant_cases import FIELDS, variant_with
 from kvquant import (
     KVCache,
     RowFormat,
-    debug,
     decode_attention,
     quantize_rows,
     reference_attention,
 )
 from kvquant.errors import ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.indptr import visible_to_rows
-from kvquant.rows.ragged import pieces_of
 from kvquant.rows.segment import Segment
 
 BACKENDS = ("cpu", "reference")
@@ -181,24 +177,6 @@ def test_rows_behind_the_last_sequence_where_they_are_allowed() -> None:
     assert out.shape == (6, 4, 64) and not out[5].any()
 
 
-def test_rows_see_the_tokens_up_to_their_own() -> None:
-    seen = visible_to_rows(lens(*LENS), indptr(CHUNKS), sum(CHUNKS) + 2)
-    expected = [max(n - c + 1 + i, 0) for n, c in zip(LENS, CHUNKS, strict=True) for i in range(c)]
-    assert seen.tolist() == [*expected, 0, 0] and seen.dtype == torch.int32
-
-
-@given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 7))
-def test_pieces_hold_every_query_once(counts: list[int], most: int) -> None:
-    starts = np.cumsum([0, *counts])
-    sequences, firsts, numbers, behind = pieces_of(starts, most)
-    rows = [
-        row for first, n in zip(firsts, numbers, strict=True) for row in range(first, first + n)
-    ]
-    assert rows == [*range(sum(counts))] and all(1 <= n <= most for n in numbers)
-    ends = firsts + numbers + behind
-    assert (ends == starts[sequences + 1]).all()
-
-
 COMPILERS = ["eager", "aot_eager"]
 
 
@@ -263,15 +241,3 @@ def test_torch_finds_nothing_wrong_with_the_op() -> None:
     options = 64, None, True, None, None, None, lens(0, 3, 3, 5), True
     arguments = (torch.randn(6, 4, 64), *fields, *options, *variant)
     torch.library.opcheck(torch.ops.kvquant.attend_segments.default, arguments)
-
-
-@pytest.mark.gpu
-def test_values_are_read_on_cuda_in_debug_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = packed(2, HEADS, 20).cuda()
-    given: Any = Q.cuda().bfloat16(), rows, rows, lens(5, 20).cuda()
-    for wrong in (lens(0, 3, 5), lens(0, 9, 6), lens(2, 3, 6), lens(0, 3, 9)):
-        decode_attention(*given, q_indptr=wrong.cuda(), **BOTH)
-        monkeypatch.setattr(debug, "enabled", True)
-        with pytest.raises(ShapeError, match="q_indptr"):
-            decode_attention(*given, q_indptr=wrong.cuda(), **BOTH)
-        monkeypatch.setattr(debug, "enabled", False)

@@ -14,7 +14,6 @@ from variant_cases import variant_with
 from kvquant import AttentionVariant, quantize_rows
 from kvquant.kernels.cuda.prefix.launch import combine
 from kvquant.ops.attention import State
-from kvquant.ops.merge import merge_states
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
@@ -189,49 +188,3 @@ def test_nothing_is_merged_of_a_prefix_for_nobody(cuda: FakeDriver) -> None:
     combine(out, lse, prefix_out, prefix_lse, torch.tensor([4, 0, 2]))
     combine(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
     assert [(note.grid, note.block) for note in cuda.launched] == [((6, 1, 1), (128, 1, 1))]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [2, 6, 32])
-@pytest.mark.parametrize("sharing", [(0, 1, 2, 3), (3, 0, 2), ()], ids=["all", "some", "none"])
-def test_on_a_gpu(sharing: tuple[int, ...], heads: int, dtype: torch.dtype) -> None:
-    prefix, own, whole = shared(900, (90, 1, 200, 17), sharing, "cuda")
-    members = None if len(sharing) == 4 else torch.tensor(sharing, dtype=torch.int64).cuda()
-    q = torch.randn(4, heads, 64, device="cuda").to(dtype)
-    found: Any = attend_shared(q, prefix, [own], members=members, return_lse=True)
-    expected: Any = attend_segments(q, [whole], return_lse=True, backend="reference")
-    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]  # rounded twice
-    assert relative_l2(found[0], expected[0]) < limit
-    assert float((found[1] - expected[1]).abs().max()) < 2e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
-def test_states_are_merged_on_a_gpu(head_dim: int) -> None:
-    out = torch.randn(5, 6, head_dim, device="cuda").bfloat16()
-    prefix_out = torch.randn(11, 2, 3, 3, head_dim, device="cuda")  # splits, KV heads, members
-    lse, prefix_lse = 9 * torch.randn(5, 6).cuda(), 9 * torch.randn(11, 2, 3, 3).cuda()
-    members = torch.tensor([4, 0, 2]).cuda()
-    out[2, 3] = 0.0
-    lse[4, 1] = lse[2, 3] = prefix_lse[:, 1, 2, 0] = prefix_lse[:5, 0, 1, 2] = -torch.inf
-    prefix_out[:5, 0, 1, 2] = torch.nan  # nobody reads it
-    lse[0, 4], prefix_out[3, 1, 0, 0, 5] = torch.nan, torch.nan
-    parts = [
-        (x.transpose(0, 1).flatten(1, 2), y.transpose(0, 1).flatten(1, 2))
-        for x, y in zip(prefix_out, prefix_lse, strict=True)
-    ]
-    expected = merge_states((out[members], lse[members]), *parts)
-    before = out.clone(), lse.clone()
-    shown = torch.tensor([4, (1 << 32) - 1, 0, 2]).cuda()  # the second one is nobody
-    padded = [
-        torch.cat([x[:, :, :1], x[:, :, :1], x[:, :, 1:]], 2).flatten(2, 3)
-        for x in (prefix_out, prefix_lse)
-    ]
-    combine(out, lse, padded[0], padded[1], shown)
-    assert torch.equal(out[[1, 3]], before[0][[1, 3]])
-    assert torch.equal(lse[[1, 3]], before[1][[1, 3]])
-    used = ~expected[0].isnan()
-    assert bool((out[members].isnan() == ~used).all())
-    assert relative_l2(out[members][used], expected[0][used]) < 3e-3
-    torch.testing.assert_close(lse[members], expected[1], rtol=1e-5, atol=1e-5, equal_nan=True)

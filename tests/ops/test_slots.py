@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvquant import KVCache, Slots, append_rows, quantize_rows, slots_of
+from kvquant import KVCache, Slots, append_rows, slots_of
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.rows.format import RowFormat
 from kvquant.rows.slots import Split
@@ -146,25 +145,6 @@ def test_rows_are_those_of_a_kv_cache_after_any_chunks(data: st.DataObject) -> N
         assert torch.equal(store.packed_lens, layer.packed_lens)
         assert_same_packed(store, "k", layer.k_packed, layer.packed_lens)
         assert torch.equal(store.exact_rows("v"), layer.v_exact_rows)
-
-
-@settings(max_examples=15)
-@given(st.data())
-def test_chunks_do_not_change_the_bytes(data: st.DataObject) -> None:
-    sink_len = data.draw(st.sampled_from([0, 2, 5]), "sink_len")
-    recent_len = data.draw(st.sampled_from([0, 1, 6]), "recent_len")
-    once, often = Store(1, sink_len, recent_len), Store(1, sink_len, recent_len)
-    k, v = torch.randn(2, 1, HEADS, 30, HEAD_DIM)
-    once.append(k, v, None)
-    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, 30), max_size=8), "cuts")), 30]
-    for start, stop in itertools.pairwise(cuts):
-        often.append(k[:, :, start:stop], v[:, :, start:stop], None)
-    for side in FORMATS:
-        assert torch.equal(once.packed[side], often.packed[side])
-        assert torch.equal(once.exact[side], often.exact[side])
-    packed = once.packed_lens[0]
-    if not sink_len + recent_len:
-        assert torch.equal(once.packed["k"][:, :, :packed], quantize_rows(k, K_FORMAT))
 
 
 def test_the_slots_of_a_window_can_be_read_off() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import captured
 from fake_cuda import arguments_of, install
 from relative_l2 import relative_l2
 
@@ -15,18 +14,6 @@ from kvquant.errors import ShapeError
 from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.ops import transform
 from kvquant.rows.basis import Basis, LayerBasis
-
-
-def make_cache(kind: str, device: str) -> KVCache:
-    """A cache of 16-bit rows of 23, 4 and 0 tokens, and its basis."""
-    torch.manual_seed(4)
-    matrix = torch.eye(64) + 0.05 * torch.randn(2, 64, 64) if kind == "matrix" else None
-    basis = Basis(torch.randn(2, 64), kind, matrix)
-    options = {"k_format": "bf16", "v_format": "bf16", "device": device}
-    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)], **options)  # type: ignore[arg-type]
-    k, v = torch.randn(2, 3, 2, 23, 64).bfloat16().to(device)
-    cache.append(0, k, v, [23, 4, 0])
-    return cache
 
 
 def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,69 +64,6 @@ def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatc
     assert isinstance(out, torch.Tensor) and out.shape == q.shape and len(cuda.launched) == 2
     with pytest.raises(Exception, match="a multiple of num_kv_heads"):
         compiled(q[:, :5])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-def test_attention_in_a_basis_is_that_of_the_cpu(kind: str) -> None:
-    on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
-    q = torch.randn(3, 8, 64).bfloat16()
-    q[2] = torch.nan
-    expected, given = (
-        cache.attend(0, one, return_lse=True)
-        for cache, one in ((on_cpu, q.float()), (on_gpu, q.cuda()))
-    )
-    assert relative_l2(given[0].cpu(), expected[0]) < 8e-3
-    torch.testing.assert_close(given[1].cpu(), expected[1], atol=0.02, rtol=0)
-    assert not given[0][2].any() and bool((given[1][2] == -torch.inf).all())
-    alone = on_gpu.attend(0, q.cuda())
-    assert isinstance(alone, torch.Tensor) and relative_l2(alone, given[0]) < 1e-3
-    slow = on_gpu.attend(0, q.cuda(), backend="reference")
-    assert isinstance(slow, torch.Tensor) and relative_l2(alone, slow) < 8e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-def test_several_queries_in_a_basis_are_those_of_the_cpu(kind: str) -> None:
-    on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
-    q, q_lens = torch.randn(3, 5, 8, 64).bfloat16(), torch.tensor([3, 5, 2], dtype=torch.int32)
-    for b, count in enumerate(q_lens.tolist()):
-        q[b, count:] = torch.nan
-    expected = on_cpu.attend(0, q.float(), q_lens, return_lse=True)
-    given = on_gpu.attend(0, q.cuda(), q_lens.cuda(), return_lse=True)
-    empty = expected[1] == -torch.inf
-    assert torch.equal(given[1].cpu() == -torch.inf, empty) and not given[0].cpu()[empty].any()
-    assert relative_l2(given[0].cpu(), expected[0]) < 8e-3
-    torch.testing.assert_close(given[1].cpu()[~empty], expected[1][~empty], atol=0.02, rtol=0)
-    alone = on_gpu.attend(0, q.cuda(), q_lens.cuda())
-    assert isinstance(alone, torch.Tensor) and relative_l2(alone, given[0]) < 1e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(3, 8, 64), (3, 4, 8, 64)], ids=str)
-@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
-def test_graphs_and_compiled_calls_give_the_same_bits(
-    return_lse: bool, shape: tuple[int, ...]
-) -> None:
-    cache = make_cache("matrix", "cuda")
-
-    def attend(q: torch.Tensor) -> Any:
-        return cache.attend(0, q, return_lse=return_lse)
-
-    q = torch.randn(shape, device="cuda").bfloat16()
-    graph, found = captured(lambda: attend(q))
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for _ in range(3):
-        q.normal_()
-        graph.replay()
-        expected, again = attend(q), compiled(q)
-        if return_lse:
-            torch.testing.assert_close(again[1], expected[1], rtol=0, atol=1e-4)
-            assert torch.equal(found[1], expected[1])
-            expected, again, graphed = expected[0], again[0], found[0]
-        else:
-            graphed = found
-        assert torch.equal(graphed, expected) and torch.equal(again, expected)
 
 
 @pytest.mark.gpu

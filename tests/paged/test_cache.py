@@ -24,48 +24,12 @@ from paged_cases import (
     seen,
     values,
 )
-from relative_l2 import relative_l2
 
 from kvquant import KVCache, Rope
-from kvquant.errors import ConfigError, NonFiniteError, OutOfPagesError
+from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.io.sequences import save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.rows.rotation import apply_rope
-
-
-def beside(**options: Any) -> tuple[PagedBatch, KVCache]:
-    """A batch of a paged cache, and a KVCache of one sequence with the same rows."""
-    cache = make(**options)
-    formats = {"k_format": "int4-g4", "v_format": "int8"}
-    options = {"sink_len": SINKS, "recent_len": RECENT, **formats, **options}
-    return PagedBatch(cache, 4, 100), KVCache(LAYERS, 1, HEADS, DIM, 100, **options)
-
-
-@pytest.mark.parametrize("sink_len, recent_len", [(3, 5), (0, 0), (3, 0), (0, 5), (2, 200)])
-@pytest.mark.parametrize("chunks", [[60], [1] * 40, [2, 7, 30, 1, 9]], ids=["one", "ones", "some"])
-def test_rows_and_attention_are_those_of_kv_cache(
-    sink_len: int, recent_len: int, chunks: list[int]
-) -> None:
-    batch, contiguous = beside(sink_len=sink_len, recent_len=recent_len)
-    cache = batch.cache
-    cache.allocate("other")
-    cache.allocate("a")
-    for count in chunks:
-        k, v = extend(batch, ["other", "a"], [2, count])
-        for layer in range(LAYERS):
-            own = (x[2:].transpose(0, 1)[None] for x in (k, v))
-            contiguous.append(layer, *own)
-    for layer in range(LAYERS):
-        expected = contiguous.dequantized(layer)
-        for ours, theirs in zip(cache.dequantized("a", layer), expected, strict=True):
-            assert torch.equal(ours, theirs[0])
-        q = torch.randn(3, 4, DIM)
-        with batch.extend(["other", "a"], 0):
-            out, lse = batch.attend(layer, q, return_lse=True)
-        reference, reference_lse = contiguous.attend(layer, q[1:2], return_lse=True)
-        assert relative_l2(out[1:2], reference) < 1e-5
-        assert relative_l2(lse[1:2], reference_lse) < 1e-5
-        assert not out[2].any() and bool((lse[2] == -torch.inf).all())
 
 
 def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
@@ -133,53 +97,6 @@ def test_tokens_that_a_step_does_not_tell_are_not_found() -> None:
     extend(batch, ["a"], 20, range(40, 60))
     assert cache.match_prefix(range(60)) == SINKS + PAGE
     assert cache.state.tokens("a") == list(range(20))
-
-
-def test_forks_share_pages_until_they_write() -> None:
-    cache = make(rollback_len=0)
-    batch = PagedBatch(cache, 4, 100)
-    begin(batch, "a", 45)
-    free, before = cache.num_free_pages, values(cache, "a")
-    cache.fork("a", "b")
-    assert cache.num_free_pages == free
-    assert same(values(cache, "b"), before)
-    extend(batch, ["a"], 3)
-    assert cache.num_free_pages == free - 1
-    assert same(values(cache, "b"), before)
-    kept = [x.clone() for x in values(cache, "a")]
-    cache.free("b")
-    cache.truncate("a", 46)
-    assert all(torch.equal(x, y[:, :46]) for x, y in zip(values(cache, "a"), kept, strict=True))
-    check_invariants(cache)
-
-
-def test_a_truncated_sequence_goes_on_as_kv_cache_does() -> None:
-    batch, contiguous = beside()
-    cache = batch.cache
-    cache.allocate("a")
-    for keep, count in ((0, 60), (58, 9), (20, 30), (2, 40), (0, 12)):
-        cache.truncate("a", keep)
-        contiguous.crop(keep)
-        k, v = extend(batch, ["a"], count)
-        for layer in range(LAYERS):
-            contiguous.append(layer, *(x.transpose(0, 1)[None] for x in (k, v)))
-            expected = contiguous.dequantized(layer)
-            for ours, theirs in zip(cache.dequantized("a", layer), expected, strict=True):
-                assert torch.equal(ours, theirs[0])
-
-
-def test_out_of_pages_leaves_the_whole_step_undone() -> None:
-    cache = make(num_pages=4)
-    batch = PagedBatch(cache, 4, 100)
-    begin(batch, "a", 40)
-    begin(batch, "b", 20, range(20))
-    before = seen(cache)
-    assert cache.can_append(["a", "b"], [1, 1])
-    assert not cache.can_append(["a", "b"], [30, 1])
-    with pytest.raises(OutOfPagesError, match=r"'a', 'b' need 2 more pages for 31 tokens, but 1"):
-        batch.extend(["a", "b"], [30, 1], range(31)).__enter__()
-    assert seen(cache) == before
-    extend(batch, ["a", "b"], 1)
 
 
 def test_sequences_of_a_step_that_raises_have_failed_until_they_are_freed() -> None:

@@ -19,23 +19,12 @@ from paged_cases import (
     extend,
     make,
     new_rows,
-    same,
     seen,
-    values,
 )
 
 from kvquant.errors import ConfigError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.paged.cache import PagedKVCache
-
-
-class NoMemoryError(RuntimeError):
-    """What a copy raises here."""
-
-
-def fail(*_: object) -> None:
-    raise NoMemoryError
 
 
 def filled() -> PagedBatch:
@@ -45,36 +34,6 @@ def filled() -> PagedBatch:
     batch.cache.fork("a", "b")
     batch.cache.fork("a", "c")
     return batch
-
-
-def tables(cache: PagedKVCache) -> list[tuple[int, ...]]:
-    return [cache.state.pool.block_table(name) for name in cache.ids]
-
-
-@pytest.mark.parametrize("where", ["copy", "slots", "tokens"])
-def test_a_step_that_cannot_begin_fails_its_sequences(
-    monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    batch = filled()
-    cache = batch.cache
-    rows = values(cache, "c")
-    with monkeypatch.context() as patch:
-        if where == "copy":
-            patch.setattr(cache.rows, "copy_pages", fail)
-        elif where == "slots":
-            patch.setattr("kvquant.paged.state.token_slots", fail)
-        else:
-            patch.setattr(cache.state, "_learn", fail)
-        with pytest.raises(NoMemoryError):
-            batch.extend(["a", "b"], [5, 30], range(35)).__enter__()
-    check_invariants(cache)
-    for name in "ab":
-        with pytest.raises(ConfigError, match="has failed"):
-            cache.length(name)
-        cache.free(name)
-    assert same(values(cache, "c"), rows)
-    extend(batch, ["c"], 5, range(5))
-    check_invariants(cache)
 
 
 def test_a_step_without_its_block_is_none() -> None:
@@ -105,44 +64,6 @@ def test_a_copy_of_pages_takes_no_memory_of_their_size() -> None:
         stacks.copy_units([(0, 2), (1, 3)])
     assert torch.equal(stacks.stacks[0], before[:, [0, 1, 0, 1]])
     assert not [n for n in taken if n != before.nbytes]
-
-
-def test_a_fork_whose_exact_rows_are_not_copied_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = filled().cache
-    before = seen(cache)
-    monkeypatch.setattr(cache.rows, "copy_seq_slot", fail)
-    with pytest.raises(NoMemoryError):
-        cache.fork("a", "d")
-    assert seen(cache) == before
-    check_invariants(cache)
-
-
-def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cache = filled().cache
-    rows = values(cache, "a")
-    cache.swap_out("a")
-    cache.finish_swaps()
-    before = seen(cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache.swap_space, "copy_in", fail)
-        with pytest.raises(NoMemoryError):
-            cache.swap_in("a")
-    assert seen(cache) == before
-    check_invariants(cache)
-    cache.swap_in("a")
-    assert same(values(cache, "a"), rows)
-
-
-@pytest.mark.parametrize("counts", [2, np.int64(2), torch.tensor(2), [2], torch.tensor([2])])
-def test_counts_are_whole_numbers_of_any_type(counts: Any) -> None:
-    batch = filled()
-    assert batch.cache.can_append(["a"], counts)
-    with batch.extend(["a"], counts):
-        for layer in range(LAYERS):
-            batch.append(layer, *new_rows(2))
-        assert batch.cache.length("a") == 47
 
 
 def test_ids_are_kept_as_what_a_file_can_hold(tmp_path: Path) -> None:

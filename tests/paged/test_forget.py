@@ -13,7 +13,6 @@ from paged_cases import (
     RECENT,
     SINKS,
     SlowEvent,
-    begin,
     extend,
     make,
     new_rows,
@@ -128,17 +127,6 @@ def test_what_is_forgotten_is_found_again_once_it_is_written() -> None:
     assert cache.num_free_pages == 20
 
 
-@pytest.mark.parametrize("end", [FULL, SINKS + 18, SINKS, 0])
-def test_pages_with_nan_that_were_cut_off_are_not_found_after_a_check(end: int) -> None:
-    batch = PagedBatch(make(num_pages=20), 4, 100)
-    cache = batch.cache
-    fill(batch, "a", PROMPT, SINKS + 20)
-    cache.truncate("a", end)
-    with pytest.raises(NonFiniteError):
-        cache.check()
-    assert_nobody_begins_with_nan(batch, PROMPT)
-
-
 def test_inside_a_step_check_leaves_the_count_for_later() -> None:
     batch = PagedBatch(make(), 4, 100)
     cache = batch.cache
@@ -153,32 +141,6 @@ def test_inside_a_step_check_leaves_the_count_for_later() -> None:
     with pytest.raises(NonFiniteError, match="free the sequences whose outputs are NaN"):
         cache.check()
     cache.check()
-
-
-def test_twins_are_found_as_one_chain_of_pages() -> None:
-    """Two prompts at the same time, and one that goes on from each: never pages of both."""
-    batch = PagedBatch(make(num_pages=40, max_num_seqs=6, max_seq_len=150), 6, 400)
-    cache = batch.cache
-    for name in "ab":
-        cache.allocate(name)
-    extend(batch, ["a", "b"], 100, [*range(100)] * 2)
-    extend(batch, ["b"], 40, range(200, 240))
-    pages = {name: cache.state.pool.block_table(name) for name in "ab"}
-    for tokens in (range(100), [*range(100), *range(200, 240)]):
-        present = cache.allocate("c", tokens)
-        table = cache.state.pool.block_table("c")
-        assert table and table in [pages[name][: len(table)] for name in "ab"]
-        assert present == SINKS + PAGE * len(table)
-        cache.free("c")
-        check_invariants(cache)
-    cache.free("a")  # its twin is there
-    assert cache.match_prefix([*range(100), *range(200, 240)]) > 100
-    cache.free("b")
-    check_invariants(cache)
-    free = cache.num_free_pages
-    begin(batch, "all", 140)
-    begin(batch, "rest", 140)
-    assert (free, cache.num_free_pages) == (40, 40 - 2 * -(-(140 - SINKS - RECENT) // PAGE))
 
 
 def test_after_checks_between_random_calls_no_sequence_begins_with_nan() -> None:

@@ -24,7 +24,6 @@ from paged_cases import (
     same,
     values,
 )
-from relative_l2 import relative_l2
 
 from kvquant import PagedKVCache, RowFormat
 from kvquant.errors import OutOfPagesError, ShapeError
@@ -252,22 +251,6 @@ def test_drafts_are_taken_back_at_windows() -> None:
             assert isinstance(out, torch.Tensor) and not out.isnan().any()
 
 
-def test_a_sequence_of_a_prefix_can_be_cut_to_it() -> None:
-    batch = PagedBatch(make(**HYBRID), 2, 300)
-    cache = batch.cache
-    begin(batch, "a", 200, range(200))
-    present = cache.allocate("b", range(200))
-    extend(batch, ["b"], 5)
-    cache.truncate("b", present + 2)
-    cache.truncate("b", present)
-    with pytest.raises(ShapeError, match="or 3 at most"):
-        cache.truncate("b", present - 1)
-    poison(cache)
-    with batch.extend(["b"], 0):
-        out = batch.attend(1, torch.randn(1, 2 * HEADS, DIM))
-    assert isinstance(out, torch.Tensor) and not out.isnan().any()
-
-
 def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -332,71 +315,7 @@ def test_a_swap_after_a_step_that_could_not_be_ended_keeps_its_pages(
     assert same(values(cache, "c"), expected)
 
 
-def test_a_shared_last_page_is_copied_in_each_group() -> None:
-    """Beside a cache that keeps all pages; frames have other numbers than pages."""
-    ours, theirs = (PagedBatch(make(**HYBRID | {"windows": w}), 3, 300) for w in (WINDOWS, None))
-    numbers = list[int]()
-    for batch in (ours, theirs):
-        begin(batch, "long", 200)
-        batch.cache.allocate("a")
-    for ids, count in ((["a"], 60), (["a", "long"], 40), (["fork"], 0), (["a", "b"], 7)):
-        rows = new_rows(len(ids) * count)
-        for batch in (ours, theirs):
-            if count:
-                extend(batch, ids, count, rows=rows)
-            else:
-                batch.cache.fork("a", "b")
-                numbers += [batch.cache.state.pool.block_table("a")[-1]]
-    state = ours.cache.state
-    assert state.places(1, numbers[:1]) not in ([-1], numbers[:1])
-    poison(ours.cache)
-    for name in "ab":
-        found, expected = values(ours.cache, name), values(theirs.cache, name)
-        assert same(found, [x[:, -y.shape[1] :] for x, y in zip(expected, found, strict=True)])
-
-
 # Attention, swaps, files
-
-
-@pytest.mark.parametrize("shared_prefix", [True, False, None])
-def test_shared_prefixes_are_read_once_where_layers_see_all(shared_prefix: bool | None) -> None:
-    tokens = list(range(200))
-    batch = PagedBatch(make(**HYBRID), 3, 300, shared_prefix=shared_prefix)
-    cache = batch.cache
-    begin(batch, "a", 200, tokens)
-    for name in "bc":
-        present = cache.allocate(name, tokens)
-        extend(batch, [name], 200 - present, tokens[present:])
-    poison(cache)
-    q = torch.randn(3, 2 * HEADS, DIM)
-    with batch.extend(["a", "b", "c"], 0):
-        outs = [batch.attend(layer, q) for layer in range(3)]
-    for layer, out in enumerate(outs):
-        assert isinstance(out, torch.Tensor)
-        for place, name in enumerate("abc"):
-            k, v = (x.repeat_interleave(2, 0) for x in cache.dequantized(name, layer))
-            p = torch.einsum("hd,hnd->hn", q[place] / DIM**0.5, k).softmax(-1)
-            assert relative_l2(out[place], torch.einsum("hn,hnd->hd", p, v)) < 1e-5
-
-
-def test_swapped_sequences_bring_the_pages_that_they_see() -> None:
-    batch = PagedBatch(make(**HYBRID), 2, 400)
-    cache = batch.cache
-    begin(batch, "a", 300, range(300))
-    begin(batch, "b", 60)
-    expected, held = values(cache, "a"), cache.state.dropped("a")
-    used = frames(cache)
-    cache.swap_out("a")
-    pages = [stacks[0].shape[1] for stacks in cache.swap_space.swapped["a"].pages]
-    assert pages == [19 - first for first in held] and held[0] == 0 < min(held[1:])
-    poison(cache)
-    begin(batch, "c", 100)
-    cache.free("c")
-    cache.swap_in("a")
-    assert cache.state.dropped("a") == held
-    assert same(values(cache, "a"), expected) and frames(cache) == used
-    extend(batch, ["a", "b"], 10)
-    check_invariants(cache)
 
 
 def filled(**options: Any) -> PagedBatch:

@@ -23,7 +23,8 @@ from latent_pages import (
     queries,
 )
 from latent_plans import latent_plan, random_basis
-from paged_cases import begin, changing_steps, extend, same, seen, values
+from paged_cases import begin, changing_steps, extend, seen, values
+from relative_l2 import relative_l2
 
 from kvquant import (
     Basis,
@@ -41,7 +42,7 @@ from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import mla
-from kvquant.paged.warmup import BatchCalls
+from kvquant.paged.warmup import BatchCalls, likely_batches
 from kvquant.rows.basis import LayerBasis
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -88,64 +89,10 @@ def test_attention_is_that_over_the_dequantized_rows(lengths: tuple[int, int], d
     check_invariants(cache)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_forks_prefixes_and_swaps_keep_every_bit(device: str) -> None:
-    batch = LatentPagedBatch(make(device), 4, 100)
-    cache = batch.cache
-    begin(batch, "a", 60, range(60))
-    before = values(cache, "a")
-    cache.fork("a", "b")
-    extend(batch, ["b"], 7)  # its last page is copied
-    assert same(values(cache, "a"), before)
-    assert cache.allocate("c", range(60)) == cache.match_prefix(range(60)) == 51
-    assert same(values(cache, "c"), [x[:, :51].clone() for x in packed(cache, "a", 51)])
-    kept = values(cache, "b")
-    cache.swap_out("b")
-    cache.finish_swaps()
-    extend(batch, ["a", "c"], [3, 9])
-    cache.swap_in("b")
-    assert same(values(cache, "b"), kept)
-    with batch.extend(list("abc")):
-        for layer in range(LAYERS):
-            batch.append(layer, *new_rows(3, device))
-            assert_attends(batch, layer, "abc", [1] * 3, queries(4, 6, device=device))
-    check_invariants(cache)
-
-
 def packed(cache: LatentPagedKVCache, name: str, count: int) -> list[torch.Tensor]:
     """The values of a sequence whose first tokens are all packed, but for the sinks."""
     assert int(cache.state.packed_lens[cache.state.seq_slot(name)]) + 3 >= count
     return values(cache, name)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recent_len", [0, 8])
-def test_drafts_that_are_taken_back_were_never_there(recent_len: int, device: str) -> None:
-    options = {"sink_len": 2, "recent_len": recent_len, "num_pages": 30}
-    caches = make(device, rollback_len=6, **options), make(device, **options)
-    ours, theirs = (LatentPagedBatch(cache, 4, 100) for cache in caches)
-    for name, count in (("a", 30), ("b", 1)):
-        rows = new_rows(count, device)
-        for batch in (ours, theirs):
-            batch.cache.allocate(name)
-            extend(batch, [name], count, rows=rows)
-    for drafted, kept in ((3, 1), (6, 0), (6, 6), (2, 1), (5, 3), (6, 2), (1, 0), (6, 4)):
-        new = [new_rows(drafted, device) for _ in "ab"]
-        extend(ours, ["a", "b"], drafted, rows=joined(new))
-        for name in "ab":
-            length = theirs.cache.length(name) + kept
-            ours.cache.truncate(name, length)
-        extend(theirs, ["a", "b"], kept, rows=joined([(x[:kept], y[:kept]) for x, y in new]))
-        for name in "ab":
-            assert same(*(values(cache, name) for cache in caches))
-    for cache in caches:
-        check_invariants(cache)
-
-
-def joined(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of several sequences, one after another."""
-    latents, ropes = zip(*pairs, strict=True)
-    return torch.cat(latents), torch.cat(ropes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -362,3 +309,58 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
             assert not outs[layer][len(ids) :].any()
     assert cache.bad_rows.tolist() == [0, 0]
     check_invariants(cache)
+
+
+@pytest.mark.extra("cuda")
+@pytest.mark.parametrize("shared", [False, None, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None) -> None:
+    """A batch of few is cut into more parts, which another kernel combines."""
+    cache = LatentPagedKVCache(1, 64, max_num_seqs=48, max_seq_len=16384)
+    batch, given = LatentPagedBatch(cache, 48, 512), (LatentPagedBatch, cache, torch.bfloat16, 512)
+    told, needed = (
+        {*kernels_of([BatchCalls(*given, batches, shared_prefix=shared)], runtime.GPUS[arch])}
+        for batches in (likely_batches(batch, 3), tuple(range(1, 49)))
+    )
+    assert needed == told
+    assert len(told) > len({spec for spec in told if not isinstance(spec, MlaCombineSpec)}) + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["int4-g8+int8-g4", "fp8", "bf16"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_gpu_shares_a_prefix_of_thousands_of_tokens(heads: int, fmt: str) -> None:
+    """Of the sizes that models have: the kernel for many heads attends to the prefix."""
+    dims = {"latent_dim": 512, "rope_dim": 64}
+    options: dict[str, Any] = {"page_size": 64, "num_pages": 200, "max_seq_len": 4096, **dims}
+    cache = make("cuda", fmt=fmt, sink_len=4, recent_len=128, max_num_seqs=12, **options)
+    batches = [LatentPagedBatch(cache, 12, 3000, shared_prefix=one) for one in (True, False)]
+
+    def rows(count: int) -> list[torch.Tensor]:
+        return [torch.randn(count, 1, dim).bfloat16().cuda() for dim in dims.values()]
+
+    for name, count in ((0, 3000), ("z", 700)):
+        cache.allocate(name)
+        with batches[0].extend([name], count):
+            for layer in range(LAYERS):
+                batches[0].append(layer, *rows(count))
+    for name in range(1, 11):
+        cache.fork(0, name)
+    ids = [*range(5), "z", *range(5, 11)]
+    for q_len in (1, 3):
+        new = rows(q_len * len(ids))
+        with batches[0].extend(ids, q_len):
+            for layer in range(LAYERS):
+                batches[0].append(layer, *new)
+        shape = (len(ids), heads) if q_len == 1 else (len(ids), q_len, heads)
+        q = [torch.randn(*shape, dim).bfloat16().cuda() for dim in dims.values()]
+        found = []
+        for batch in batches:
+            with batch.extend(ids, 0):
+                if q_len > 1:  # as if the tokens were new in this step
+                    batch.new_lens.fill_(q_len)
+                found.append(batch.attend(1, q[0], q[1], sm_scale=SCALE, return_lse=True))
+        assert int(batches[0]._staged.tensors["prefix_lens"]) >= 2816
+        (ours, our_lse), (theirs, their_lse) = found
+        assert bool(ours.any()) and relative_l2(ours, theirs) < 4e-3
+        torch.testing.assert_close(our_lse, their_lse, atol=5e-3, rtol=1e-3)

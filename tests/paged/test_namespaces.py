@@ -11,7 +11,7 @@ import latent_pages
 import pytest
 import torch
 from invariants import check_invariants
-from paged_cases import DIM, HEADS, SINKS, extend, make, new_rows, same, seen, values
+from paged_cases import SINKS, extend, make, same, seen, values
 
 from kvquant import LatentPagedBatch
 from kvquant.errors import ConfigError
@@ -79,55 +79,6 @@ def test_equal_ids_find_the_rows_of_their_own_namespace(batch: Batch) -> None:
     check_invariants(cache)
 
 
-def test_attention_in_one_step_is_to_the_rows_of_each_namespace() -> None:
-    """Four sequences, two of each namespace, which share a prefix that the step reads once."""
-    batch, namespaces = of_heads(), {"a": "one", "b": "two", "a2": "one", "b2": "two"}
-    cache = batch.cache
-    begin(batch, "a", "one")
-    begin(batch, "b", "two")
-    rest = new_rows(9)
-    for name in ("a2", "b2"):
-        assert cache.allocate(name, PROMPT, namespace=namespaces[name]) == 51
-        extend(batch, [name], 9, PROMPT[51:], rest)
-    ids, q = list(namespaces), torch.randn(6, HEADS, DIM)
-    with batch.extend(ids, 0):
-        out = batch.attend(1, q)
-    assert isinstance(out, torch.Tensor)
-    for place, name in enumerate(ids):
-        k, v = cache.dequantized(name, 1)
-        assert torch.equal(k[:, SINKS:51], cache.dequantized(name[0], 1)[0][:, SINKS:51])
-        scores = torch.einsum("hd,htd->ht", q[place], k) / DIM**0.5
-        expected = torch.einsum("ht,htd->hd", scores.softmax(-1), v)
-        torch.testing.assert_close(out[place], expected, rtol=1e-4, atol=1e-5)
-    tables = {name: cache.state.pool.block_table(name) for name in ids}
-    assert tables["a"][:3] == tables["a2"][:3] and tables["b"][:3] == tables["b2"][:3]
-    assert not set(tables["a"]) & set(tables["b"])
-
-
-def test_attention_to_latents_of_each_namespace() -> None:
-    batch = of_latents()
-    begin(batch, "a", "one")
-    begin(batch, "b", "two")
-    for name, namespace in (("a2", "one"), ("b2", "two")):
-        assert batch.cache.allocate(name, PROMPT, namespace=namespace) == 51
-        assert same(values(batch.cache, name), first(batch, name[0], 51))
-    ids = ["a", "b", "a2", "b2"]
-    with batch.extend(ids, 0):
-        latent_pages.assert_attends(batch, 1, ids, [0] * 4, latent_pages.queries(6, 3))
-
-
-def test_a_fork_keeps_the_namespace_and_what_it_writes(batch: Batch) -> None:
-    cache = batch.cache
-    begin(batch, "a", "one")
-    cache.fork("a", "b")
-    more = [*range(100, 132)]
-    extend(batch, ["b"], 32, more)
-    cache.free("b")
-    text = [*PROMPT, *more, 0]
-    assert cache.match_prefix(text, namespace="one") > 60
-    assert cache.match_prefix(text, namespace="two") == cache.match_prefix(text) == 0
-
-
 def test_a_fork_whose_sinks_are_written_anew_keeps_the_namespace() -> None:
     batch = of_heads()
     batch.cache.allocate("a", PROMPT, namespace="one")
@@ -139,28 +90,6 @@ def test_a_fork_whose_sinks_are_written_anew_keeps_the_namespace() -> None:
         assert batch.cache.match_prefix(text, namespace="one") == 51
         assert batch.cache.match_prefix(text) == 0
     check_invariants(batch.cache)
-
-
-def test_swaps_and_truncated_sequences_keep_the_namespace(batch: Batch) -> None:
-    cache = batch.cache
-    begin(batch, "a", "one")
-    before = found(batch, "one")
-    kept = values(cache, "a")
-    cache.swap_out("a")
-    assert cache.namespace("a") == "one"
-    cache.finish_swaps()
-    cache.state.pool.forget_all()  # as if others had taken its pages
-    assert found(batch, "one") == 0
-    cache.swap_in("a")
-    assert same(values(cache, "a"), kept)  # after which its pages are found again
-    assert found(batch, "one") == before and found(batch, "two") == found(batch, None) == 0
-    cache.truncate("a", 0)
-    extend(batch, ["a"], 60, PROMPT[::-1])
-    assert cache.namespace("a") == "one"
-    text = [*PROMPT[::-1], -1]
-    assert cache.match_prefix(text, namespace="one") == before
-    assert cache.match_prefix(text, namespace="two") == cache.match_prefix(text) == 0
-    check_invariants(cache)
 
 
 def test_files_keep_the_namespace(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from invariants import check_invariants
-from paged_cases import DIM, HEADS, begin, extend, make, new_rows, same, seen, values
+from paged_cases import DIM, begin, extend, make, same, seen, values
 from paged_plans import PLAN_LAYERS, PLANS, make_contiguous, make_paged, packed_rows
 from relative_l2 import relative_l2
 
@@ -73,87 +73,6 @@ def test_rows_and_attention_are_those_of_kv_cache(
         assert relative_l2(lse[1:2], reference_lse) < 1e-5
         assert isinstance(again, torch.Tensor) and torch.equal(again, out)
         assert not out[2:].any() and bool((lse[2:] == -torch.inf).all())
-
-
-@each_plan
-def test_attention_is_that_over_the_dequantized_rows(plan: CachePlan) -> None:
-    batch = PagedBatch(make_paged(plan), 1, 100)
-    rows = begin(batch, "a", 60)
-    for layer in range(PLAN_LAYERS):
-        k, v = (x.double().repeat_interleave(3, 0) for x in batch.cache.dequantized("a", layer))
-        assert relative_l2(k[::3], rows[0].transpose(0, 1)) < 0.2
-        q = torch.randn(1, 6, DIM)
-        scores = 0.1 * (k @ q[0, :, :, None].double())[..., 0]
-        with batch.extend(["a"], 0):
-            out, lse = batch.attend(layer, q, sm_scale=0.1, return_lse=True)
-        expected = (scores.softmax(-1)[..., None] * v).sum(1)
-        assert relative_l2(out[0], expected) < 1e-5
-        assert relative_l2(lse[0], scores.logsumexp(-1)) < 1e-5
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@each_plan
-def test_a_shared_prefix_is_read_once_with_the_same_results(plan: CachePlan, device: str) -> None:
-    cache = make_paged(plan, device=device)
-    batches = [PagedBatch(cache, 4, 100, shared_prefix=shared) for shared in (False, True)]
-    begin(batches[0], "a", 70)
-    cache.fork("a", "b")
-    cache.fork("a", "c")
-    begin(batches[0], "z", 20)
-    extend(batches[0], list("abcz"))
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    for layer in range(PLAN_LAYERS):
-        q = torch.randn(4, 6, DIM, device=device, dtype=dtype)
-        found = []
-        for batch in batches:
-            with batch.extend(list("abcz"), 0):
-                found.append(batch.attend(layer, q, return_lse=True))
-        (out, lse), (given, given_lse) = found
-        assert relative_l2(given, out) < (1e-5 if device == "cpu" else 8e-3)
-        assert relative_l2(given_lse, lse) < (1e-5 if device == "cpu" else 1e-3)
-    assert batches[1]._num_members == 3
-
-
-@each_plan
-def test_forks_truncations_and_swaps_keep_the_rows(plan: CachePlan) -> None:
-    batch, contiguous = PagedBatch(make_paged(plan), 4, 100), make_contiguous(plan)
-    cache = batch.cache
-    append(contiguous, begin(batch, "a", 45))
-    before = values(cache, "a")
-    cache.fork("a", "b")
-    fork = contiguous.fork()
-    append(fork, extend(batch, ["b"], 10))
-    cache.truncate("b", 40)
-    fork.crop(40)
-    append(fork, extend(batch, ["b"], 17))
-    check_rows(cache, "b", fork)
-    assert same(values(cache, "a"), before)
-    for name in "ab":
-        cache.swap_out(name)
-    cache.finish_swaps()
-    begin(batch, "c", 40)  # in their pages
-    cache.free("c")
-    for name in "ab":
-        cache.swap_in(name)
-    check_rows(cache, "a", contiguous)
-    check_rows(cache, "b", fork)
-    append(contiguous, extend(batch, ["a"], 9))
-    check_rows(cache, "a", contiguous)
-    check_invariants(cache)
-
-
-def test_a_prompt_attends_to_rows_that_were_present() -> None:
-    batch = PagedBatch(make_paged(PLANS["matrix"]), 4, 100)
-    rows = begin(batch, "a", 60, range(60))
-    assert batch.cache.allocate("b", range(60)) == 51
-    with batch.extend(["b"], 9, range(51, 60)):
-        batch.append(0, *rows[:, 51:])
-        k, v = batch.cache.dequantized("b", 0, torch.bfloat16)
-        for layer in (1, 2):
-            batch.append(layer, *rows[:, 51:])
-    assert k.shape == v.shape == (HEADS, 60, DIM) and k.dtype == v.dtype == torch.bfloat16
-    kept = zip(values(batch.cache, "b"), values(batch.cache, "a"), strict=True)
-    assert all(torch.equal(x[:, :51], y[:, :51]) for x, y in kept)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -244,24 +163,3 @@ def test_bases_of_another_shape_are_refused() -> None:
         make(bases=plan.layers)
     with pytest.raises(ShapeError, match="the basis of layer 0 is for"):
         make(num_layers=3, head_dim=128, bases=plan.layers)
-
-
-def test_queries_that_do_not_fit_are_refused_before_they_are_turned() -> None:
-    batch = PagedBatch(make_paged(PLANS["matrix"]), 4, 100)
-    begin(batch, "a", 20)
-    for shape in ((1, 5, DIM), (1, 4, 32), (1, 4)):
-        with batch.extend(["a"], 0), pytest.raises(ShapeError):
-            batch.attend(0, torch.zeros(shape))
-
-
-def test_rows_with_nan_are_counted_and_decode_to_nan() -> None:
-    batch = PagedBatch(make_paged(PLANS["matrix clip feedback"]), 4, 100)
-    batch.cache.allocate("a")
-    rows = new_rows(30)
-    rows[0, 10, 1, 3] = torch.nan
-    extend(batch, ["a"], 30, rows=rows)
-    assert batch.cache.bad_rows.tolist() == [PLAN_LAYERS, 0]
-    for layer in range(PLAN_LAYERS):
-        k, v = batch.cache.dequantized("a", layer)
-        assert bool(k[1, 10].isnan().all()) and int(k.isnan().sum()) == DIM
-        assert not bool(v.isnan().any())

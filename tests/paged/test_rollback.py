@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,43 +19,55 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from invariants import check_invariants
-from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, same, values
-from paged_plans import PLANS, make_paged
+from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, rows_of, same, values
+from row_kinds import KINDS as ROW_KINDS
+from row_kinds import RowKind, planned
 from slow_cases import mark_slow
 
 from kvquant.errors import ConfigError
-from kvquant.paged.batch import PagedBatch
 
 RECENT, MOST = 8, 6  # of the recent window, and tokens that are taken back
 PAGES, SEQ_SLOTS, MAX = 40, 4, 100
 OPTIONS: dict[str, Any] = {"num_pages": PAGES, "max_num_seqs": SEQ_SLOTS, "max_seq_len": MAX}
-KINDS: dict[str, Callable[..., Any]] = {
-    "plain": make,
-    "offset": lambda **options: make_paged(PLANS["offset"], **options),
-    "feedback": lambda **options: make_paged(PLANS["hadamard clip feedback"], **options),
+KINDS: dict[str, RowKind] = {
+    "plain": ROW_KINDS["heads"],
+    "offset": planned("offset"),
+    "feedback": planned("hadamard clip feedback"),
+    "latents": ROW_KINDS["latents"],
 }
+Rows = Sequence[torch.Tensor]  # K and V of new tokens
 
 
-def both(
-    kind: str, recent_len: int = RECENT, most: int | None = MOST, **options: Any
-) -> list[PagedBatch]:
+def some(rows: Rows, first: int, last: int) -> Rows:
+    return [x[first:last] for x in rows]
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Rows of several sequences, one after another."""
+    return [torch.cat(side) for side in zip(*parts, strict=True)]
+
+
+def both(kind: str, recent_len: int = RECENT, most: int | None = MOST, **options: Any) -> list[Any]:
     """The batch that takes tokens back, by rollback_len or of steps of several tokens (most is
     None), and one that never sees them."""
     kept: dict[str, Any] = {"sink_len": 2, "recent_len": recent_len, **OPTIONS, **options}
-    made = KINDS[kind](**kept, rollback_len=most), KINDS[kind](**kept, rollback_len=0)
-    return [PagedBatch(cache, SEQ_SLOTS, SEQ_SLOTS * MAX) for cache in made]
+    of = KINDS[kind]
+    made = of.make(**kept, rollback_len=most), of.make(**kept, rollback_len=0)
+    return [of.batch(cache, SEQ_SLOTS, SEQ_SLOTS * MAX) for cache in made]
 
 
 class Rollback(RuleBasedStateMachine):
     """Random steps of both; only one of them drafts."""
 
+    kind_name = ""
+
     @initialize(
-        kind=st.sampled_from(sorted(KINDS)),
         recent_len=st.sampled_from([0, RECENT]),
         most=st.sampled_from([MOST, None]),
     )
-    def start(self, kind: str, recent_len: int, most: int | None) -> None:
-        self.ours, self.theirs = self.batches = both(kind, recent_len, most)
+    def start(self, recent_len: int, most: int | None) -> None:
+        self.kind = KINDS[self.kind_name]
+        self.ours, self.theirs = self.batches = both(self.kind_name, recent_len, most)
         self.counts = st.integers(1 if most else 2, MOST)
         self.tokens: dict[str, list[int]] = {}
         self.next_name = self.next_token = 0
@@ -63,6 +75,9 @@ class Rollback(RuleBasedStateMachine):
     def names(self, data: st.DataObject) -> list[str]:
         """Some of the sequences, in any order."""
         return data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, unique=True))
+
+    def new_rows(self, count: int) -> Rows:
+        return list(rows_of(self.ours.cache, count))
 
     def new_tokens(self, count: int) -> list[int]:
         """Ids that no token had."""
@@ -83,9 +98,10 @@ class Rollback(RuleBasedStateMachine):
         # but the other cache holds these tokens in 16 bit
         assert present[0] >= present[1]
         assume(present[0] == present[1])
-        rows = new_rows(len(tokens) - present[0])
+        count = len(tokens) - present[0]
+        rows = self.new_rows(count)
         for batch in self.batches:
-            extend(batch, [name], rows.shape[1], tokens[present[0] :], rows)
+            extend(batch, [name], count, tokens[present[0] :], rows)
         self.tokens[name] = tokens
 
     @precondition(lambda self: self.tokens)
@@ -96,18 +112,18 @@ class Rollback(RuleBasedStateMachine):
         drafted = [data.draw(self.counts) for _ in names]
         kept = [data.draw(st.integers(0, count)) for count in drafted]
         chosen = [self.new_tokens(count) for count in drafted]
-        rows = [new_rows(count) for count in drafted]
+        rows = [self.new_rows(count) for count in drafted]
         if one_by_one and self.ours.cache.rollback_len:
             for name, tokens, new in zip(names, chosen, rows, strict=True):
                 for i, token in enumerate(tokens):
-                    extend(self.ours, [name], 1, [token], new[:, i : i + 1])
+                    extend(self.ours, [name], 1, [token], some(new, i, i + 1))
         elif names:
-            extend(self.ours, names, drafted, [*chain(*chosen)], torch.cat(rows, 1))
+            extend(self.ours, names, drafted, [*chain(*chosen)], joined(rows))
         for name, keep in zip(names, kept, strict=True):
             self.ours.cache.truncate(name, len(self.tokens[name]) + keep)
         if names:
             kept_tokens = [own[:keep] for own, keep in zip(chosen, kept, strict=True)]
-            new = torch.cat([x[:, :keep] for x, keep in zip(rows, kept, strict=True)], 1)
+            new = joined([some(x, 0, keep) for x, keep in zip(rows, kept, strict=True)])
             extend(self.theirs, names, kept, [*chain(*kept_tokens)], new)
             for name, more in zip(names, kept_tokens, strict=True):
                 self.tokens[name] += more
@@ -120,7 +136,7 @@ class Rollback(RuleBasedStateMachine):
         drafted = [data.draw(self.counts) for _ in names]
         with pytest.raises(ZeroDivisionError), self.ours.extend(names, drafted):
             for layer in range(layers):
-                self.ours.append(layer, *new_rows(sum(drafted)))
+                self.ours.append(layer, *self.new_rows(sum(drafted)))
             raise ZeroDivisionError
         for name in names:
             for batch in self.batches:
@@ -133,7 +149,7 @@ class Rollback(RuleBasedStateMachine):
         """Tokens that stay."""
         name = self.names(data)[0]
         count = min(count, MAX - len(self.tokens[name]))
-        tokens, rows = self.new_tokens(count), new_rows(count)
+        tokens, rows = self.new_tokens(count), self.new_rows(count)
         for batch in self.batches:
             extend(batch, [name], count, tokens, rows)
         self.tokens[name] += tokens
@@ -178,16 +194,18 @@ class Rollback(RuleBasedStateMachine):
             assert ours.state.tokens(name) == theirs.state.tokens(name)
         if names:
             torch.manual_seed(len(names))
-            q = torch.randn(len(names), 2 * HEADS, DIM)
+            q, layers = self.kind.queries(len(names), 2 * HEADS), range(ours.num_layers)
             outs = []
             for batch in self.batches:
                 with batch.extend(names, 0):
-                    outs.append([batch.attend(i, q) for i in range(ours.num_layers)])
+                    outs.append([self.kind.attend(batch, i, q) for i in layers])
             assert same(*outs)
 
 
-@pytest.mark.parametrize("examples", mark_slow([5, 20], [5]))
-def test_drafts_that_are_taken_back_leave_nothing(examples: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("examples", mark_slow([2, 6], [2]))
+def test_drafts_that_are_taken_back_leave_nothing(examples: int, kind: str) -> None:
+    Rollback.kind_name = kind
     health = list(HealthCheck)
     run_state_machine_as_test(
         Rollback,
@@ -195,47 +213,6 @@ def test_drafts_that_are_taken_back_leave_nothing(examples: int) -> None:
             max_examples=examples, stateful_step_count=18, suppress_health_check=health
         ),
     )
-
-
-def test_the_pool_is_as_if_nothing_had_been() -> None:
-    """Pages and tables too, where no page was copied and no token is known."""
-    ours, theirs = both("plain")
-    torch.manual_seed(0)
-    for count in (3, 20, 1, 6, 6):
-        rows = new_rows(count)
-        for batch in (ours, theirs):
-            if "a" not in batch.cache.ids:
-                batch.cache.allocate("a")
-            extend(batch, ["a"], count, rows=rows)
-        extend(ours, ["a"], MOST)
-        ours.cache.truncate("a", theirs.cache.length("a"))
-        states = [batch.cache.state for batch in (ours, theirs)]
-        slot = states[0].seq_slot("a")
-        table = states[0].pool.block_table("a")
-        assert table == states[1].pool.block_table("a")
-        assert (states[0].packed_lens == states[1].packed_lens).all()
-        pages = [list(state.pool._free) for state in states]
-        assert pages[0] == pages[1]
-        used = int(states[0].lengths[slot]), int(states[0].packed_lens[slot])
-        at = states[0].split.exact_rows(*used)
-        for mine, other in zip(ours.cache.rows.layers, theirs.cache.rows.layers, strict=True):
-            for name in ("k_exact", "v_exact"):  # every row of the ring that is in use
-                pair = [getattr(rows, name)[slot][:, at] for rows in (mine, other)]
-                assert torch.equal(*pair)
-
-
-def test_a_fork_takes_back_what_its_parent_drafted() -> None:
-    ours, theirs = both("plain")
-    for batch in (ours, theirs):
-        torch.manual_seed(0)
-        begin(batch, "a", 30)
-    extend(ours, ["a"], MOST)
-    for batch in (ours, theirs):
-        batch.cache.fork("a", "b")
-        for name in "ba":
-            batch.cache.truncate(name, 30)
-    for name in "ab":
-        assert same(values(ours.cache, name), values(theirs.cache, name))
 
 
 def test_what_is_kept_has_a_price_and_a_limit() -> None:
@@ -286,13 +263,13 @@ def test_on_a_gpu(kind: str) -> None:
         batch.cache.fork("a", "b")
     for step in range(12):
         kept, drafted = [step % 4, 2 - step % 3], [4, 3]
-        rows = new_rows(7, "cuda")
+        rows = rows_of(ours.cache, 7)
         extend(ours, ["a", "b"], drafted, rows=rows)
         lengths = [theirs.cache.length(name) for name in "ab"]
         for name, length, keep in zip("ab", lengths, kept, strict=True):
             ours.cache.truncate(name, length + keep)
         chosen = [*range(kept[0]), *range(4, 4 + kept[1])]
-        extend(theirs, ["a", "b"], kept, rows=rows[:, chosen])
+        extend(theirs, ["a", "b"], kept, rows=[x[chosen] for x in rows])
         for name in "ab":
             assert same(values(ours.cache, name), values(theirs.cache, name))
     assert not ours.cache.bad_rows.any()

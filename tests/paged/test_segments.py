@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from relative_l2 import relative_l2
 
 from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ShapeError
-from kvquant.ops import attention
-from kvquant.rows.call import AttentionCall
-from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment, check_segment_values
 
 INT4 = RowFormat.parse("int4-g4", 64)
@@ -53,18 +49,6 @@ def paged(page_size: int, lens: Sequence[int] = LENS) -> tuple[Segment, Segment]
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128, 256])
-def test_pages_hold_the_rows_in_the_order_of_the_tokens(page_size: int) -> None:
-    linear, segment = paged(page_size)
-    assert segment.block_table is not None
-    assert segment.capacity == segment.block_table.shape[1] * page_size
-    for b, seq_len in enumerate(LENS):
-        for side in "kv":
-            rows = segment.rows(b, side)
-            assert rows.shape[1] == seq_len
-            assert torch.equal(rows, linear.rows(b, side))
-
-
-@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128, 256])
 def test_only_rows_in_use_are_read(page_size: int) -> None:
     linear, segment = paged(page_size)
     q = torch.randn(len(LENS), 4, 64)
@@ -78,38 +62,6 @@ def test_only_rows_in_use_are_read(page_size: int) -> None:
     results = decode_attention(q, *segment[:3], block_table=table, **options)
     assert torch.equal(results[0], expected[0].float())
     assert torch.equal(results[1], expected[1].float())
-
-
-@BACKENDS
-@pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_sinks_pages_and_a_ring_are_attended_as_one_sequence(page_size: int, backend: str) -> None:
-    linear, segment = paged(page_size)
-    sinks = linear._replace(seq_lens=int32(4, 0, 0, 1))
-    bf16 = RowFormat.parse("bf16", 64), RowFormat.parse("bf16", 96)
-    ring = [quantize_rows(torch.randn(len(LENS), 2, 24, fmt.head_dim), fmt) for fmt in bf16]
-    recent = Segment(ring[0], ring[1], int32(24, 0, 3, 9), *bf16, int32(5, 7, 23, 20))
-    q = torch.randn(len(LENS), 4, 64)
-    out = attend_segments(q, [sinks, segment, recent], backend=backend)
-    assert isinstance(out, torch.Tensor)
-    same = attend_segments(q, [sinks, linear, recent], backend=backend)
-    assert isinstance(same, torch.Tensor) and torch.equal(out, same)
-    expected, _ = reference_over_segments(q, [sinks, linear, recent])
-    assert relative_l2(out, expected) <= 1e-5
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 1000])
-def test_the_cpu_kernel_reads_pages_as_it_reads_rows(
-    page_size: int, num_splits: int | None
-) -> None:
-    linear, segment = paged(page_size, (700, 0, 129, 1, 256))
-    q = torch.randn(5, 4, 64)
-    options: dict[str, Any] = {"return_lse": True, "num_splits": num_splits, "backend": "cpu"}
-    results = attend_segments(q, [segment], **options)
-    assert all(map(torch.equal, results, attend_segments(q, [linear], **options)))
-    expected, expected_lse = reference_over_segments(q, [segment])
-    assert relative_l2(results[0], expected) <= 1e-5
-    torch.testing.assert_close(results[1].double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_pages_and_their_table_may_have_any_strides() -> None:
@@ -132,19 +84,6 @@ def test_pages_and_their_table_may_have_any_strides() -> None:
             options = FORMATS | {"block_table": entries}
             out = decode_attention(q, k_pages, v_pages, segment.seq_lens, **options)
             assert isinstance(out, torch.Tensor) and torch.equal(out, expected)
-
-
-def test_sequences_may_share_pages() -> None:
-    linear, segment = paged(16, (40, 40))
-    assert segment.block_table is not None
-    segment.block_table[1, :2] = segment.block_table[0, :2]
-    q = torch.randn(2, 4, 64)
-    out = attend_segments(q, [segment])
-    assert isinstance(out, torch.Tensor)
-    for rows in (linear.k_rows, linear.v_rows):
-        rows[1, :, :32] = rows[0, :, :32]
-    same = attend_segments(q, [linear])
-    assert isinstance(same, torch.Tensor) and torch.equal(out, same)
 
 
 @BACKENDS
@@ -190,31 +129,6 @@ def test_values_that_do_not_exist_are_named() -> None:
         for backend in ("reference", "cpu"):
             with pytest.raises(ShapeError):
                 attend_segments(torch.zeros(4, 4, 64), [bad], backend=backend)
-
-
-@pytest.mark.parametrize("enabled", [False, True], ids=["usual", "debug mode"])
-def test_values_on_another_device_are_read_in_debug_mode_only(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, segment = paged(16)
-    q = torch.zeros(len(LENS), 4, 64, device="meta")
-    parts: list[Any] = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in segment]
-    on_meta = Segment(*parts)
-    launched: list[torch.Tensor] = []
-    checked: list[list[Segment]] = []
-
-    def kernel(call: AttentionCall, *_: object) -> tuple[torch.Tensor, None]:
-        launched.append(call.q)
-        return call.q, None
-
-    monkeypatch.setattr(debug, "enabled", enabled)
-    monkeypatch.setattr(attention, "check_segment_values", checked.append)
-    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(attention, "_require_extra", lambda: None)
-    monkeypatch.setattr(attention, "_cuda_kernel", lambda: kernel)
-    attend_segments(q, [on_meta])
-    assert len(launched) == 1
-    assert checked == ([[on_meta]] if enabled else [])
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from contextlib import suppress
 from typing import Any
 
@@ -54,13 +53,6 @@ def test_as_many_sequences_fit_as_there_are_slots() -> None:
     assert cache.state.split.packed_len(150) == cache.state.packed_lens.max()
 
 
-@pytest.mark.parametrize("seq_len", [1, SINKS + RECENT, SINKS + RECENT + 1, 400])
-def test_short_sequences_take_no_pages(seq_len: int) -> None:
-    cache = PagedKVCache.for_memory(300_000, *SHAPE, **SMALL, seq_len=seq_len)
-    taken = -(-(seq_len - SINKS - RECENT) // PAGE) if seq_len > SINKS + RECENT else 0
-    assert taken * cache.num_free_seq_slots <= cache.num_free_pages
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -90,19 +82,6 @@ def test_a_plan_has_its_shape() -> None:
 
 
 # Admission
-
-
-def test_a_sequence_is_begun_if_there_are_pages_for_it() -> None:
-    cache = make(num_pages=6)
-    batch = PagedBatch(cache, 1, 100)
-    assert cache.allocate("a", room=60) == 0
-    extend(batch, ["a"], 60)  # 52 packed tokens in 4 pages
-    message = "sequence 'b' needs 3 more pages (0 pages of its prefix are there, 0 of these among"
-    with pytest.raises(OutOfPagesError, match=re.escape(message)):
-        cache.allocate("b", room=41)
-    assert cache.ids == ["a"] and cache.num_free_pages == 2
-    assert cache.allocate("b", room=40) == 0
-    assert cache.can_append(["b"], 40) and not cache.can_append(["b"], 41)
 
 
 @pytest.mark.parametrize("windows", [None, [20, 20]], ids=str)
@@ -190,27 +169,6 @@ def test_what_is_shared_is_not_promised_twice() -> None:
     with pytest.raises(OutOfPagesError, match="needs 0 more pages"):
         cache.allocate("d", tokens)
     extend(batch, ["c"], 100)
-    check_invariants(cache)
-
-
-def test_a_prefix_that_nobody_has_any_more_is_not_counted_twice() -> None:
-    """Its pages are free for others, but not once the sequence itself has them."""
-    cache, tokens = make(num_pages=6), list(range(60))
-    batch = PagedBatch(cache, 1, 100)
-    begin(batch, "a", 60, tokens)
-    cache.free("a")
-    assert cache.num_free_pages == 6 and cache.num_free_seq_slots == 4
-    present = cache.match_prefix(tokens)
-    assert present == SINKS + 3 * PAGE
-    assert cache.allocate("b", tokens, room=100) == present  # 3 + 3 pages
-    assert cache.can_append(["b"], 100 - present)
-    cache.free("b")
-    begin(batch, "other", 20)  # one page
-    assert cache.num_free_pages == 5
-    with pytest.raises(OutOfPagesError, match="3 pages of its prefix are there, 3 of these among"):
-        cache.allocate("b", tokens, room=5 * PAGE + SINKS + RECENT + 1)
-    assert cache.match_prefix(tokens) == present and cache.ids == ["other"]
-    assert cache.allocate("b", tokens, room=5 * PAGE + SINKS + RECENT) == present
     check_invariants(cache)
 
 

@@ -1,4 +1,4 @@
-"""PagedKVCache under any sequence of calls, against lists of tokens with their values; 20 s.
+"""Paged caches of both kinds under any calls, against lists of tokens with their values; 20 s.
 
 As a script it makes random calls on a device until the time is up:
 
@@ -33,7 +33,13 @@ from invariants import check_invariants
 from paged_cases import poison
 from slow_cases import mark_slow
 
-from kvquant import RowFormat, dequantize_rows
+from kvquant import (
+    LatentFormat,
+    LatentPagedBatch,
+    LatentPagedKVCache,
+    RowFormat,
+    dequantize_rows,
+)
 from kvquant.errors import OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.ops.quantize import quantize_calibrated
@@ -45,7 +51,11 @@ from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
 LAYERS, HEADS, DIM, PAGE, PAGES, SEQ_SLOTS, MAX = 2, 1, 64, 16, 9, 4, 70
-FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("int8", DIM)
+LATENTS = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+FORMATS = {
+    "heads": (RowFormat.parse("int4-g4", DIM), RowFormat.parse("int8", DIM)),
+    "latents": LATENTS.parts,
+}
 NAMESPACES = [None, "one", "two"]
 LENGTHS = [(2, 3), (0, 0), (3, 0), (0, 5), (1, 20)]
 SHARES = [True, False, None]
@@ -75,28 +85,27 @@ def make_basis() -> LayerBasis:
 class Values:
     """K and V of every cell in every layer, 16-bit values and what they become when packed.
 
-    basis: what they are stored as; rounds: whether they are rounded to 16 bit before.
+    kind: of rows; of latents K is the latent, V the RoPE part; basis: what they are stored as;
+    rounds: whether they are rounded to 16 bit before.
     """
 
-    def __init__(self, basis: LayerBasis, rounds: bool) -> None:
-        self.basis, self.rounds = basis, rounds
-        self.new = torch.empty(LAYERS, 2, 0, HEADS, DIM)
+    def __init__(self, kind: str, basis: LayerBasis, rounds: bool) -> None:
+        self.formats, self.basis, self.rounds = FORMATS[kind], basis, rounds
         self.cells: dict[tuple[int, int], int] = {}
-        self.exact = torch.empty(LAYERS, 2, 0, HEADS, DIM)
-        self.packed = self.exact.clone()
+        self.new, self.exact, self.packed = (
+            [torch.empty(LAYERS, 0, HEADS, fmt.head_dim) for fmt in self.formats] for _ in range(3)
+        )
 
     def cell(self, before: int, token: int) -> int:
         found = self.cells.setdefault((before, token), len(self.cells) + 1)
-        if found >= self.exact.shape[2]:
-            new = torch.randn(LAYERS, 2, 256, HEADS, DIM).bfloat16().float()
-            self.new = torch.cat([self.new, new], 2)
-            sides = zip(new.transpose(2, 3).unbind(1), self.basis, FORMATS, strict=True)
-            pairs = [self.stored(x, basis, fmt) for x, basis, fmt in sides]
-            exact, packed = (
-                torch.stack(one, 1).transpose(2, 3) for one in zip(*pairs, strict=True)
-            )
-            self.exact = torch.cat([self.exact, exact], 2)
-            self.packed = torch.cat([self.packed, packed], 2)
+        if found >= self.exact[0].shape[1]:
+            for side, (basis, fmt) in enumerate(zip(self.basis, self.formats, strict=True)):
+                new = torch.randn(LAYERS, 256, HEADS, fmt.head_dim).bfloat16().float()
+                stored = (x.transpose(1, 2) for x in self.stored(new.transpose(1, 2), basis, fmt))
+                for held, more in zip(
+                    (self.new, self.exact, self.packed), (new, *stored), strict=True
+                ):
+                    held[side] = torch.cat([held[side], more], 1)
         return found
 
     def stored(
@@ -111,12 +120,14 @@ class Values:
         )
         return basis.decode(rows), basis.decode(packed)
 
-    def of(self, tokens: list[Token], layer: int) -> torch.Tensor:
-        """K and V of tokens in a layer: [2, HEADS, tokens, DIM]."""
+    def of(self, tokens: list[Token], layer: int) -> list[torch.Tensor]:
+        """K and V of tokens in a layer: each [HEADS, tokens, dim]."""
         cells = torch.tensor([token.cell for token in tokens], dtype=torch.int64)
-        packed = torch.tensor([token.packed for token in tokens], dtype=torch.bool)
-        exact, rounded = self.exact[layer][:, cells], self.packed[layer][:, cells]
-        return torch.where(packed[:, None, None], rounded, exact).transpose(1, 2)
+        packed = torch.tensor([token.packed for token in tokens], dtype=torch.bool)[:, None, None]
+        return [
+            torch.where(packed, rounded[layer][cells], exact[layer][cells]).transpose(0, 1)
+            for exact, rounded in zip(self.exact, self.packed, strict=True)
+        ]
 
 
 class PagedMachine(RuleBasedStateMachine):
@@ -136,6 +147,7 @@ class PagedMachine(RuleBasedStateMachine):
         in_basis=st.booleans(),
         windows=st.sampled_from(WINDOWS),
         page=st.sampled_from([PAGE, PAGE, 1]),
+        kind=st.sampled_from(["heads", "heads", "latents"]),
     )
     def start(
         self,
@@ -144,26 +156,36 @@ class PagedMachine(RuleBasedStateMachine):
         in_basis: bool,
         windows: tuple[int | None, ...],
         page: int,
+        kind: str,
     ) -> None:
         torch.manual_seed(0)
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the tensors are small: several would wait for one another
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(sharedprefix, "FIXED", -math.inf)  # None: in every step that could
+        for name in ("FIXED", "FIXED_LATENT"):  # None: in every step that could
+            self.patch.setattr(sharedprefix, name, -math.inf)
         self.patch.setattr(paged_state, "SPARE", 8)
         self.patch.setattr(paged_state, "held_pages", lambda *_: 0)
         self.sinks, self.recent = lengths
-        self.windows = windows
+        self.kind, self.windows = kind, windows if kind == "heads" else (None, None)
         self.page, self.pages = page, PAGES * PAGE // page
-        plain = Basis(torch.zeros(HEADS, DIM))
-        basis = make_basis() if in_basis else LayerBasis(plain, plain)
+        basis = LayerBasis(*(Basis(torch.zeros(HEADS, fmt.head_dim)) for fmt in FORMATS[kind]))
         options: Any = {"max_num_seqs": SEQ_SLOTS, "max_seq_len": MAX, "page_size": self.page}
-        options |= {"k_format": FORMATS[0], "v_format": FORMATS[1], "windows": windows}
         options |= {"sink_len": self.sinks, "recent_len": self.recent, "rollback_len": 0}
-        options |= {"bases": [basis] * LAYERS if in_basis else None, "chunk_len": 2 * PAGE}
-        self.cache = PagedKVCache(LAYERS, HEADS, DIM, self.pages, device=self.device, **options)
-        self.batch = PagedBatch(self.cache, SEQ_SLOTS, 3 * MAX, shared_prefix=shared_prefix)
-        self.values, self.next_id, self.turn = Values(basis, any(lengths)), 0, 0
+        options |= {"device": self.device}
+        sizes: Any = SEQ_SLOTS, 3 * MAX
+        if kind == "heads":
+            basis, bases = (one := make_basis(), [one] * LAYERS) if in_basis else (basis, None)
+            k_format, v_format = FORMATS[kind]
+            options |= {"k_format": k_format, "v_format": v_format, "windows": windows}
+            options |= {"bases": bases, "chunk_len": 2 * PAGE}
+            self.cache = PagedKVCache(LAYERS, HEADS, DIM, self.pages, **options)
+            self.batch: Any = PagedBatch(self.cache, *sizes, shared_prefix=shared_prefix)
+        else:
+            options |= {"fmt": LATENTS, "latent_dim": 256, "rope_dim": 32}
+            self.cache = LatentPagedKVCache(LAYERS, self.pages, **options)
+            self.batch = LatentPagedBatch(self.cache, *sizes, shared_prefix=shared_prefix)
+        self.values, self.next_id, self.turn = Values(kind, basis, any(lengths)), 0, 0
         self.live: dict[int, list[Token]] = {}
         self.swapped: dict[int, list[Token]] = {}
         self.namespaces: dict[int, str | None] = {}
@@ -177,7 +199,7 @@ class PagedMachine(RuleBasedStateMachine):
         ids = list(self.live if among is None else among)
         return ids[number % len(ids)]
 
-    def in_window(self, i: int, layer: int) -> torch.Tensor:
+    def in_window(self, i: int, layer: int) -> list[torch.Tensor]:
         """K and V of a sequence that its next query sees in a layer."""
         window = self.windows[layer]
         return self.values.of(self.live[i][-window:] if window else self.live[i], layer)
@@ -214,8 +236,9 @@ class PagedMachine(RuleBasedStateMachine):
                 for layer in range(LAYERS):
                     if layer == fail_at:
                         raise ZeroDivisionError
-                    rows = self.values.new[layer][:, [token.cell for token in flat]]
-                    self.batch.append(layer, *rows.bfloat16().to(self.device))
+                    cells = [token.cell for token in flat]
+                    rows = (side[layer][cells].bfloat16() for side in self.values.new)
+                    self.batch.append(layer, *(x.to(self.device) for x in rows))
                 for i in ids:
                     self.live[i] = self.packed(self.live[i] + added[i])
                 if not ids or any(self.live[i] for i in ids):
@@ -233,19 +256,25 @@ class PagedMachine(RuleBasedStateMachine):
 
     def attend(self, ids: list[int]) -> None:
         """The attention over each sequence is that over its values; other places give zeros."""
-        q, layer = torch.randn(SEQ_SLOTS, 2, DIM).bfloat16().float(), self.turn % LAYERS
-        on_cpu = self.device == "cpu"
-        out = self.batch.attend(layer, q if on_cpu else q.bfloat16().to(self.device))
+        layer, on_cpu, is_latent = self.turn % LAYERS, self.device == "cpu", self.kind == "latents"
+        dims = [fmt.head_dim for fmt in FORMATS[self.kind]][: 1 + is_latent]
+        q = [torch.randn(SEQ_SLOTS, 2, dim).bfloat16().float() for dim in dims]
+        given = q if on_cpu else [x.bfloat16().to(self.device) for x in q]
+        out = self.batch.attend(layer, *given, sm_scale=DIM**-0.5)
         assert isinstance(out, torch.Tensor)
         out = out.cpu().float()
         PagedMachine.shared += self.batch._num_members > 1
         for place, i in enumerate(ids):
-            k, v = self.in_window(i, layer)[:, 0]
-            p = (q[place] @ k.T / DIM**0.5).softmax(-1) if len(k) else torch.zeros(2, 0)
+            sides = [x[0] for x in self.in_window(i, layer)]
+            scores = sum(x[place] @ side.T for x, side in zip(q, sides, strict=False))
+            assert isinstance(scores, torch.Tensor)
+            p = (scores / DIM**0.5).softmax(-1) if scores.numel() else torch.zeros(2, 0)
             rtol, atol = (1e-4, 1e-5) if on_cpu else (2e-2, 2e-2)
-            torch.testing.assert_close(out[place], p @ v, rtol=rtol, atol=atol)
+            expected = p @ sides[0 if is_latent else 1]
+            torch.testing.assert_close(out[place], expected, rtol=rtol, atol=atol)
         assert not out[len(ids) :].any()
-        self.attend_ragged(ids, layer)
+        if not is_latent:
+            self.attend_ragged(ids, layer)
 
     def attend_ragged(self, ids: list[int], layer: int) -> None:
         """A query of each new token meets its own token and those before."""
@@ -256,7 +285,7 @@ class PagedMachine(RuleBasedStateMachine):
         assert isinstance(out, torch.Tensor)
         for place, i in enumerate(ids):
             first, end = ends[place : place + 2]
-            k, v = self.values.of(self.live[i], layer)[:, 0]
+            k, v = (x[0] for x in self.values.of(self.live[i], layer))
             behind = torch.arange(len(k)) - torch.arange(len(k) - end + first, len(k))[:, None]
             hidden = behind > 0 if window is None else (behind > 0) | (behind <= -window)
             scores = q[first:end].transpose(0, 1) @ k.T / DIM**0.5
@@ -439,7 +468,8 @@ def soak(device: str, seed: int, goes_on: Callable[[int], bool]) -> int:
         machine = PagedMachine()
         page = (PAGE, PAGE, 1)[calls // 100 % 3]
         options = draw.choice(LENGTHS), draw.choice(SHARES), draw.random() < 0.5
-        machine.start(*options, draw.choice(WINDOWS), page)
+        kind = ("heads", "heads", "latents")[calls // 100 % 5 // 2]
+        machine.start(*options, draw.choice(WINDOWS), page, kind)
         for _ in range(100):
             n = draw.randrange(51)
             rest: dict[str, dict[str, int]] = {

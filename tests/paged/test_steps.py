@@ -34,23 +34,6 @@ def test_a_step_that_leaves_a_layer_out_fails_and_is_not_found(layers: list[int]
     assert cache.match_prefix([1] * 60) > 0
 
 
-def test_a_layer_is_appended_to_once_in_a_step() -> None:
-    batch = PagedBatch(make(), 4, 100)
-    cache, rows = batch.cache, new_rows(10)
-    begin(batch, "a", 20)
-    with batch.extend(["a"], 10):
-        batch.append(0, *rows)
-        written = values(cache, "a")
-        with pytest.raises(ConfigError, match="layer 0 was appended to in this step"):
-            batch.append(0, *new_rows(10))
-        assert same(values(cache, "a")[:2], written[:2])
-        batch.append(1, *rows)
-    extend(batch, ["a"], 10)  # the next step is another one
-    with batch.extend([]):
-        batch.append(0, *rows)
-        batch.append(0, *rows)  # nothing is written: as when a graph is warmed up
-
-
 def test_a_step_with_an_unknown_option_appends_nothing() -> None:
     batch, wrong = PagedBatch(make(), 4, 100), {"scale": 1.0}
     begin(batch, "a", 20)
@@ -60,25 +43,6 @@ def test_a_step_with_an_unknown_option_appends_nothing() -> None:
         for layer in range(LAYERS):  # twice would be an error
             batch.step(layer, torch.randn(1, 4, DIM), *new_rows(1), sm_scale=1.0)
     assert batch.cache.length("a") == 21
-
-
-def test_attention_before_the_append_of_a_step_is_refused() -> None:
-    """The step's lengths count tokens whose rows are not written yet."""
-    batch, q = PagedBatch(make(), 4, 100), torch.randn(4, 4, DIM)
-    begin(batch, "a", 20)
-    rows = new_rows(2)
-    with batch.extend(["a"], 2):
-        batch.append(1, *rows)  # layers come in any order
-        assert batch.attend(1, q)[0].any()
-        for wrong in (q, torch.randn(4, 2, 4, DIM)):
-            with pytest.raises(ConfigError, match="layer 0 was not appended to in this step: app"):
-                batch.attend(0, wrong)
-        batch.append(0, *rows)
-        assert batch.attend(0, q)[0].any()
-    with batch.extend(["a"], 0):  # nothing is new
-        assert batch.attend(0, q)[0].any()
-    with batch.extend([]):  # as before a capture
-        assert not batch.attend(0, q).any()
 
 
 def test_sequences_without_tokens_attend_beside_others_only() -> None:

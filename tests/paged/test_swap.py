@@ -15,11 +15,9 @@ from paged_cases import (
     make,
     new_rows,
     same,
-    seen,
     values,
 )
 
-from kvquant.errors import OutOfPagesError
 from kvquant.paged.batch import PagedBatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -49,24 +47,6 @@ def test_a_sequence_comes_back_as_it_went(count: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_others_go_on_and_keep_the_pages_they_share(device: str) -> None:
-    cache = make(device=device)
-    batch = PagedBatch(cache, 4, 100)
-    begin(batch, "a", 45)
-    cache.fork("a", "b")
-    before = values(cache, "a")
-    cache.swap_out("a")
-    assert same(values(cache, "b"), before)
-    for _ in range(20):
-        extend(batch, ["b"])
-    cache.swap_in("a")
-    extend(batch, ["b"])
-    assert same(values(cache, "a"), before)
-    cache.finish_swaps()
-    check_invariants(cache)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_pages_that_came_back_are_found_again(device: str) -> None:
     cache = make(device=device)
     batch = PagedBatch(cache, 4, 100)
@@ -83,31 +63,6 @@ def test_pages_that_came_back_are_found_again(device: str) -> None:
     cache.allocate("d", range(45))
     kept = zip(values(cache, "d"), values(cache, "a"), strict=True)
     assert all(torch.equal(x, y[:, :35]) for x, y in kept)
-
-
-def test_without_room_a_sequence_stays_where_it_is() -> None:
-    cache = make(num_pages=3)
-    batch = PagedBatch(cache, 4, 100)
-    begin(batch, "a", 30)
-    before = values(cache, "a")
-    cache.swap_out("a")
-    begin(batch, "b", 50)
-    seen_before = seen(cache)
-    with pytest.raises(OutOfPagesError, match="2 pages are needed, but 0 of 3"):
-        cache.swap_in("a")
-    assert seen(cache) == seen_before
-    cache.free("b")
-    cache.swap_in("a")
-    assert same(values(cache, "a"), before)
-
-
-def test_what_is_swapped_out_can_end() -> None:
-    cache = make()
-    begin(PagedBatch(cache, 4, 100), "a", 30)
-    cache.swap_out("a")
-    cache.free("a")
-    assert (cache.swapped_ids, cache.num_free_pages) == ([], 12)
-    cache.allocate("a")
 
 
 def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attend import attend_shared
 from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
@@ -21,10 +20,7 @@ from kvquant.ops import attention, transform
 from kvquant.ops import shared_prefix as sharing
 from kvquant.paged.shared_prefix import pays
 from kvquant.paged.warmup import BatchCalls
-from kvquant.rehearsal import rehearse
-from kvquant.rows.format import RowFormat
 from kvquant.rows.rotation import Rope
-from kvquant.rows.segment import Segment
 
 HEADS, DIM, BATCH, TOKENS = 2, 64, 4, 40
 GIVEN: dict[str, Any] = {"num_pages": 64, "max_num_seqs": BATCH, "max_seq_len": 512}
@@ -205,20 +201,3 @@ def test_every_size_of_block_is_told(
     assert needed == {spec for spec in told if isinstance(spec, PrefixSpec)}
     assert len(needed) <= 3 and sum(isinstance(spec, CombineSpec) for spec in told) == bool(needed)
     assert bool(needed) == (shared is not False and (shared is True or max_seq_len > 512))
-
-
-@pytest.mark.extra("cuda")
-def test_shared_prefixes_are_rehearsed(cuda: FakeDriver) -> None:
-    fmt = RowFormat.parse("int4-g4", DIM)
-    with rehearse(runtime.gpu_of(CPU)) as rehearsal:
-
-        def segment(batch: int) -> Segment:
-            rows = torch.empty(batch, HEADS, 64, fmt.row_bytes, dtype=torch.uint8, device="meta")
-            lens = torch.empty(batch, dtype=torch.int32, device="meta")
-            return Segment(rows, rows.clone(), lens, fmt, fmt)
-
-        q = torch.empty(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16, device="meta")
-        out = attend_shared(q, segment(1), [segment(BATCH)])
-    assert out.shape == q.shape
-    kinds = [type(spec) for spec in rehearsal.kernels]
-    assert len(kinds) == 3 and kinds[1:] == [PrefixSpec, CombineSpec]

@@ -3,157 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from invariants import check_invariants
-from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, poison, same, values
-from paged_plans import PLANS, make_paged
-from relative_l2 import relative_l2
-from slow_cases import mark_slow
-from torch._dynamo.testing import CompileCounterWithBackend
+from paged_cases import PAGE, begin, extend, make, new_rows, poison, same, values
 
-from kvquant import AttentionVariant
-from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError, ShapeError
+from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.paged.state import SPARE
-from kvquant.paged.window_pages import held_pages
 
-LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
 WINDOWS = [40, 20]
-
-
-def states(batch: PagedBatch, ids: list[str], q: torch.Tensor, windows: Any) -> list[torch.Tensor]:
-    """Outs and lses of all layers, each with its window."""
-    found: list[torch.Tensor] = []
-    with batch.extend(ids, 0):
-        for layer, window in enumerate(windows):
-            variant = AttentionVariant(window=window)
-            found += batch.attend(layer, q, return_lse=True, variant=variant)
-    return found
-
-
-CASES = [(x, y) for x in ("no plan", "hadamard clip feedback") for y in ((3, 5), (0, 0))]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("case", mark_slow(CASES, [CASES[1], CASES[2]]), ids=str)
-def test_each_layer_sees_its_window_whatever_free_pages_hold(
-    case: tuple[str, tuple[int, int]], device: str
-) -> None:
-    """Beside a cache that keeps all pages, whose attention is told the windows."""
-    (kind, lengths), limit = case, 1e-5 if device == "cpu" else 6e-3
-    plan = PLANS.get(kind)
-    windows = WINDOWS if plan is None else [40, 20, 33]
-    kept: dict[str, Any] = {**LONG, "sink_len": lengths[0], "recent_len": lengths[1]}
-    kept["device"] = device
-    batches = [
-        PagedBatch(make(**one) if plan is None else make_paged(plan, **one), 4, 600)
-        for one in (kept, kept | {"windows": windows})
-    ]
-    whole, ours = batches
-
-    def queries(*shape: int) -> torch.Tensor:
-        q = torch.randn(shape, device=device)
-        return q if device == "cpu" else q.bfloat16()
-
-    for name in "ab":
-        whole.cache.allocate(name)
-        ours.cache.allocate(name)
-    for counts in ([90, 200], [1, 1], [60, 7], [20, 100]):
-        rows = new_rows(sum(counts), device)
-        for batch in batches:
-            extend(batch, ["a", "b"], counts, rows=rows)
-        poison(ours.cache)
-        check_invariants(ours.cache)
-        q = queries(2, 2 * HEADS, DIM)
-        expected = states(whole, ["a", "b"], q, windows)
-        with ours.extend(["a", "b"], 0):
-            found = [x for i in range(len(windows)) for x in ours.attend(i, q, return_lse=True)]
-        for mine, other in zip(found, expected, strict=True):
-            assert relative_l2(mine, other) < limit
-        for name in "ab":
-            pairs = zip(values(ours.cache, name), values(whole.cache, name), strict=True)
-            for at, (mine, other) in enumerate(pairs):
-                assert torch.equal(mine, other[:, -windows[at // 2] :])
-    rows, q = new_rows(7, device), queries(2, 5, 2 * HEADS, DIM)
-    outs = []
-    for batch in batches:
-        batch_windows = windows if batch is whole else [None] * len(windows)
-        with batch.extend(["a", "b"], [5, 2]):
-            for layer, window in enumerate(batch_windows):
-                batch.append(layer, *rows)
-                outs.append(batch.attend(layer, q, variant=AttentionVariant(window=window)))
-    for mine, other in zip(outs[: len(windows)], outs[len(windows) :], strict=True):
-        assert mine.any() and relative_l2(mine, other) < limit
-
-
-def test_pages_before_all_windows_serve_others() -> None:
-    """A pool far smaller than the tokens, of sequences that fork, swap, end and are cut."""
-    pages = 2 * (held_pages(40, PAGE, SPARE) + 1)
-    batch = PagedBatch(make(num_pages=pages, max_seq_len=2000, windows=WINDOWS), 4, 40)
-    cache = batch.cache
-    cache.allocate("a", range(500))
-    cache.allocate("b")
-    for step in range(25):
-        extend(batch, ["a", "b"], [16, 15], range(31))
-        check_invariants(cache)
-        if step == 12:
-            before = values(cache, "a")
-            cache.swap_out("a")
-            assert cache.num_free_pages > pages // 2
-            cache.swap_in("a")
-            assert same(values(cache, "a"), before)
-        if step == 18:
-            cache.free("b")
-            cache.fork("a", "b")
-            assert same(values(cache, "b"), values(cache, "a"))
-    assert cache.length("a") == 400
-    cache.truncate("a", 400 - SPARE)
-    with pytest.raises(ShapeError, match="layers see the last 40, its first"):
-        cache.truncate("a", 60)
-    extend(batch, ["a"], 30)
-    cache.truncate("a", 2)  # sinks alone
-    extend(batch, ["a"], 20)
-    cache.check()
-    for name in "ab":
-        cache.free(name)
-    cache.forget_prefixes()
-    check_invariants(cache)
-    assert cache.num_free_pages == pages
-    assert cache.allocate("c", range(500)) == 0
-
-
-def test_compiled_code_attends_to_windows() -> None:
-    torch._dynamo.reset()
-    batch = PagedBatch(make(**LONG, windows=WINDOWS), 1, 300)
-    begin(batch, "a", 200)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
-    for _ in range(3):
-        extend(batch, ["a"], 40)
-        poison(batch.cache)
-        q = torch.randn(1, 4, DIM)
-        with batch.extend(["a"], 0):
-            found, expected = compiled(q), batch.attend(0, q)
-        assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
-        assert found.any() and relative_l2(found, expected) < 1e-5
-    assert counter.frame_count == 1
-
-
-def test_a_layer_that_sees_all_keeps_all_pages() -> None:
-    batch = PagedBatch(make(max_seq_len=400, windows=[20, None]), 1, 40)
-    batch.cache.allocate("a")
-    with pytest.raises(OutOfPagesError):
-        for _ in range(10):
-            extend(batch, ["a"], 30)
-    assert batch.cache.length("a") == 180
-    k, _ = batch.cache.dequantized("a", 0)
-    assert k.shape[1] == 20
-    k, _ = batch.cache.dequantized("a", 1)
-    assert k.shape[1] == 180
 
 
 def test_after_a_check_no_window_keeps_rows_to_be_found() -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from invariants import check_invariants
 from paged_cases import DIM, begin, extend, make, new_rows, same, values
 from torch_operations import Operations
 
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ConfigError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.rows.segment import Segment, check_segment_values
 
 ROOM = 1 << 20  # tokens that a sequence may have: 65,536 entries of a table
 
@@ -60,57 +58,6 @@ def test_tables_of_sequences_of_very_unlike_lengths_are_copied_row_by_row() -> N
                 assert not (at._staged.tensors.get(name, at.block_table) == -7).any()
             outs.append(at.attend(0, q))
     torch.testing.assert_close(*outs)
-
-
-def test_every_page_in_use_is_looked_at_and_no_other() -> None:
-    segment = PagedBatch(make(), 4, 100)._make_segments(0, 4).whole[0]
-    for lens in ([0, 1, 16, 17], [100, 0, 0, 33], [0, 0, 0, 0]):
-        table = torch.full((4, 7), -1, dtype=torch.int32)
-        for i, count in enumerate(lens):
-            table[i, : -(-count // 16)] = 11
-        good = segment._replace(seq_lens=torch.tensor(lens, dtype=torch.int32), block_table=table)
-        check_segment_values([good])
-        for i, count in enumerate(lens):
-            for entry in range(-(-count // 16)):
-                for page in (-1, 12):
-                    bad = table.clone()
-                    bad[i, entry] = page
-                    words = f"sequence {i}, entry {entry}, is {page}: pages are 0 to 11"
-                    with pytest.raises(ShapeError, match=words):
-                        check_segment_values([Segment(*good)._replace(block_table=bad)])
-
-
-@pytest.mark.parametrize("lens", [(0, 0), (3, 0), (0, 5), (3, 5), (2, 10**6), (10**6, 3)])
-def test_rows_that_no_token_can_fill_are_not_there(lens: tuple[int, int]) -> None:
-    """Sinks and recent rows beyond max_seq_len change nothing but the memory."""
-    caches = [
-        make(max_seq_len=60, sink_len=min(lens[0], most), recent_len=min(lens[1], most))
-        for most in (10**6, 60)
-    ]
-    batches = [PagedBatch(cache, 4, 60) for cache in caches]
-    rows, q = torch.randn(2, 60, 2, DIM).bfloat16(), torch.randn(1, 4, DIM)
-    assert (
-        caches[0].nbytes
-        == make(
-            max_seq_len=60,
-            sink_len=min(lens[0], 60),
-            recent_len=min(lens[1], 60 - min(lens[0], 60)),
-        ).nbytes
-    )
-    outs = []
-    for batch in batches:
-        batch.cache.allocate("a", range(60))
-        for first, last in ((0, 7), (7, 8), (8, 50)):
-            with batch.extend(["a"], last - first, range(first, last)):
-                for layer in range(2):
-                    batch.append(layer, *rows[:, first:last])
-        batch.cache.truncate("a", 30)
-        extend(batch, ["a"], 30, rows=rows[:, 30:])
-        with batch.extend(["a"], 0):
-            outs.append([batch.attend(layer, q) for layer in range(2)])
-        check_invariants(batch.cache)
-    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
-    assert np.array_equal(caches[0].state.packed_lens, caches[1].state.packed_lens)
 
 
 def test_sizes_beyond_the_memory_are_refused_before_any_is_taken(

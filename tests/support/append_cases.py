@@ -310,3 +310,12 @@ def differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
             pair = int(got[name][tuple(place)]), int(tensor[tuple(place)])
             return f"{name}{place} is {pair[0]}, not {pair[1]}; {count} differ"
     return ""
+
+
+def check_on_gpu(case: Case) -> None:
+    """Assert that the bytes are those of the meaning."""
+    call = make_call(case, "cuda")
+    wanted = expected(call)
+    append(**call)
+    problem = differences(results(call), wanted)
+    assert not problem, problem

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
+import pytest
 import torch
-from attend import attend_segments, launch_attention
-from query_cases import reference_of_queries
+from attend import launch_attention
+from decode_cases import NAN, Call, Case, make_call
 from relative_l2 import relative_l2
 
 from kvquant import RowFormat, quantize_rows
+from kvquant.kernels.cuda.decode import launch as launching
 from kvquant.rows.segment import Segment
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 State = tuple[torch.Tensor, torch.Tensor]
 Result = TypeVar("Result")
-NAN = 0xFF  # bytes that no format reads as a number
 
 
 def random_rows(fmt: RowFormat, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Any:
@@ -30,75 +32,25 @@ def int32(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def formats(names: str, head_dim: int = 128) -> tuple[RowFormat, RowFormat]:
-    """The formats of K and V from one name or two ("int8 int4-g4")."""
-    words = names.split()
-    return RowFormat.parse(words[0], head_dim), RowFormat.parse(words[-1], head_dim)
-
-
-def linear(
-    names: str, lens: Sequence[int], heads: int, *, head_dim: int = 128, order: str = "heads"
-) -> Segment:
-    """A segment in place; rows that are not in use hold NaN.
-
-    Args:
-        names: the format, or those of K and V ("int8 int4-g4").
-        order: "heads": [batch, heads, tokens, bytes]; "tokens": [batch, tokens, heads, bytes].
-    """
-    k_format, v_format = formats(names, head_dim)
+def linear(name: str, lens: Sequence[int], heads: int) -> Segment:
+    """A segment in place of head_dim 128; rows that are not in use hold NaN."""
+    fmt = RowFormat.parse(name, 128)
     capacity = max(lens) + 8 - max(lens) % 4
-    k = random_rows(k_format, len(lens), heads, capacity, scale=2, shift=1)
-    v = random_rows(v_format, len(lens), heads, capacity, shift=0.3)
+    k = random_rows(fmt, len(lens), heads, capacity, scale=2, shift=1)
+    v = random_rows(fmt, len(lens), heads, capacity, shift=0.3)
     for b, seq_len in enumerate(lens):
         k[b, :, seq_len:] = v[b, :, seq_len:] = NAN
-    if order == "tokens":
-        k, v = (rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in (k, v))
-    return Segment(k, v, int32(lens), k_format, v_format)
+    return Segment(k, v, int32(lens), fmt, fmt)
 
 
-def seated(segment: Segment) -> Segment:
-    """The same sequences at sequence slots among those of others, which hold NaN."""
-    batch = len(segment.seq_lens)
-    seq_slots = torch.randperm(batch + 2, device="cuda")[:batch]
-    stores = []
-    for rows in (segment.k_rows, segment.v_rows):
-        store = torch.full((batch + 2, *rows.shape[1:]), NAN, dtype=torch.uint8, device="cuda")
-        store[seq_slots] = rows
-        stores.append(store)
-    return segment._replace(k_rows=stores[0], v_rows=stores[1], seq_slots=seq_slots.int())
-
-
-def ring(
-    names: str,
-    lens: Sequence[int],
-    heads: int,
-    capacity: int,
-    *,
-    sinks: int = 0,
-    head_dim: int = 128,
-) -> Segment:
-    """A ring from random starts, behind sinks; rows that are not in use hold NaN."""
-    k_format, v_format = formats(names, head_dim)
-    starts = torch.randint(capacity - sinks, (len(lens),)).tolist()
-    k = random_rows(k_format, len(lens), heads, capacity, scale=2, shift=1)
-    v = random_rows(v_format, len(lens), heads, capacity, shift=0.3)
-    for b, seq_len in enumerate(lens):
-        slots = [sinks + (starts[b] + i - sinks) % (capacity - sinks) for i in range(capacity)]
-        unused = [i if i < sinks else slots[i] for i in range(seq_len, capacity)]
-        k[b, :, unused] = v[b, :, unused] = NAN
-    return Segment(k, v, int32(lens), k_format, v_format, starts=int32(starts), sinks=sinks)
-
-
-def paged(
-    names: str, lens: Sequence[int], heads: int, page_size: int, *, head_dim: int = 128
-) -> Segment:
+def paged(name: str, lens: Sequence[int], heads: int, page_size: int) -> Segment:
     """Scattered pages; what is not in use holds NaN, and nonsense in the table."""
-    k_format, v_format = formats(names, head_dim)
+    fmt = RowFormat.parse(name, 128)
     most = -(-max(lens) // page_size) + 1
     num_pages = len(lens) * most + 3
     table = torch.randperm(num_pages)[: len(lens) * most].view(len(lens), most)
-    k = random_rows(k_format, num_pages, heads, page_size, scale=2, shift=1)
-    v = random_rows(v_format, num_pages, heads, page_size, shift=0.3)
+    k = random_rows(fmt, num_pages, heads, page_size, scale=2, shift=1)
+    v = random_rows(fmt, num_pages, heads, page_size, shift=0.3)
     unused = torch.ones(num_pages, page_size, dtype=torch.bool)
     for b, seq_len in enumerate(lens):
         token = torch.arange(seq_len)
@@ -106,21 +58,13 @@ def paged(
         table[b, -(-seq_len // page_size) :] = 2**30
     for rows in (k, v):
         rows.transpose(1, 2)[unused.cuda()] = NAN
-    return Segment(k, v, int32(lens), k_format, v_format, block_table=table.to("cuda", torch.int32))
+    return Segment(k, v, int32(lens), fmt, fmt, block_table=table.to("cuda", torch.int32))
 
 
 def query(segment: Segment, num_q_heads: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A random query [batch, num_q_heads, head_dim]."""
     batch, head_dim = segment.seq_lens.shape[0], segment.k_format.head_dim
     return torch.randn(batch, num_q_heads, head_dim, device="cuda").to(dtype)
-
-
-def queries(
-    segment: Segment, q_len: int, num_q_heads: int, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """Random queries [batch, q_len, num_q_heads, head_dim]."""
-    batch, head_dim = segment.seq_lens.shape[0], segment.k_format.head_dim
-    return torch.randn(batch, q_len, num_q_heads, head_dim, device="cuda").to(dtype)
 
 
 def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -148,42 +92,28 @@ def assert_right(found: State, expected: State, segments: Sequence[Segment]) -> 
         assert float((lse - wanted_lse)[used].abs().max()) <= limit + 1e-5 * size
 
 
-def compare_queries(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    q_lens: Sequence[int] | None = None,
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """Assert that out and lse of each query are those of the reference on the tokens that it sees,
-    and the same again, with NaN in the padding of q; give out."""
-    batch, q_len = q.shape[:2]
-    numbers = int32(q_lens if q_lens is not None else [q_len] * batch)
-    q = q.clone()  # of the same strides
-    q[torch.arange(q_len, device="cuda") >= numbers[:, None]] = torch.nan
-    given = None if q_lens is None else numbers
-    out, lse = launch_attention(q, segments, None, num_splits, q_lens=given)
-    expected, expected_lse = reference_of_queries(q.double().float(), segments, numbers)
-    assert out.shape == expected.shape and out.dtype == q.dtype and lse is not None
-    for i in range(q_len):
-        of_query = expected[:, i], expected_lse[:, i]
-        assert_right((out[:, i], lse[:, i]), of_query, segments)
-    again, lse_again = launch_attention(q, segments, None, num_splits, q_lens=given)
-    assert torch.equal(again, out) and lse_again is not None
-    assert torch.equal(lse_again, lse), "two calls differ"
-    return out
+def launch(call: Call, num_splits: int | None = None, want_lse: bool = True) -> Any:
+    """Out and lse of a call."""
+    given = call.q, call.segments, None, num_splits, want_lse, call.q_lens, call.variant
+    return launch_attention(*given, q_indptr=call.q_indptr)
 
 
-def compare(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """Assert that out and lse are those of the reference, and the same again; give out."""
-    out: torch.Tensor
-    out, lse = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
-    expected = attend_segments(q.double().float(), segments, return_lse=True, backend="reference")
-    assert out.dtype == q.dtype and lse.dtype == torch.float32
-    assert_right((out, lse), expected, segments)
-    again, lse_again = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
-    assert torch.equal(again, out) and torch.equal(lse_again, lse), "two calls differ"
-    return out
+def check_on_gpu(case: Case) -> None:
+    """Assert that out and lse are those of the reference, whatever the splits, and the same again.
+
+    What a case says of warps, columns and splits is for the simulator: the launcher chooses here.
+    """
+    call, is_wide = make_call(case).on("cuda"), case.wide is not None
+    if is_wide and torch.cuda.get_device_capability() != launching.WARPGROUPS:
+        pytest.skip("no wgmma")
+    want_lse = case.want_lse and not is_wide  # with which another kernel is taken
+    changes: Any = {"pays": lambda *_: True} if is_wide else {}  # for short contexts, too
+    for num_splits in (None, 1, 3):
+        with mock.patch.multiple(launching, _launches={}, **changes):
+            out, lse = launch(call, num_splits, want_lse)
+            again, lse_again = launch(call, num_splits, want_lse)
+        assert out.dtype == call.q.dtype and (lse is not None) == want_lse
+        found = out, call.lse.float() if lse is None else lse
+        assert_right(found, (call.out, call.lse), call.segments)
+        assert torch.equal(again, out), "two calls differ"
+        assert lse is None or torch.equal(lse_again, lse), "two calls differ"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 
-COPY_TO_SHARED = 0xFAE  # LDGSTS, which is cp.async
 WARPGROUP_PRODUCT = 0x9F0  # HGMMA, which is wgmma
 WARPGROUP_PRODUCT_OF_REGISTERS = 0xDF0  # the same with A in registers
 WARPGROUP_ORDER = 0x9C5  # WARPGROUP: the begin of a chain of products, or its end

@@ -10,7 +10,6 @@ from paged_cases import DIM, HEADS, PAGE, RECENT, SINKS
 
 from kvquant import KVCache
 from kvquant.io.plan import CachePlan
-from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.rows.quantize import feedback_matrix
 
@@ -65,18 +64,6 @@ def packed_rows(cache: PagedKVCache, name: str, layer: int) -> list[torch.Tensor
         pages[table].transpose(0, 1).flatten(1, 2)[:, :length]
         for pages in (rows.k_pages, rows.v_pages)
     ]
-
-
-def step_of(
-    batch: PagedBatch, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor
-) -> list[torch.Tensor]:
-    """Append and attend in every layer, the same in each; return outs and lses in turn."""
-    found = []
-    for layer in range(batch.cache.num_layers):
-        batch.append(layer, k, v)
-        out, lse = batch.attend(layer, q, return_lse=True)
-        found += [out, lse]
-    return found
 
 
 PLANS = {

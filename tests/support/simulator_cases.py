@@ -47,6 +47,7 @@ def run_selected(
         str(item.callspec.params["name"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path
+        if "name" in item.callspec.params
     ]
     lines = [json.dumps({"name": name, "case": cases[name]}) for name in names]
     folders = ROOT, Path(__file__).parent, ROOT / "tests" / "simulator"

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from kvquant import KVCache
+from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.quantize import feedback_matrix
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 24
 ROWS = {"k_format": "int4-g4", "v_format": "int8"}
@@ -22,3 +24,13 @@ def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]
     """New keys and values of a layer."""
     k, v = torch.randn(2, BATCH, HEADS, count, DIM).bfloat16()
     return k.to(device), v.to(device)
+
+
+def rounding_basis() -> LayerBasis:
+    """An offset, a rotation, clip ratios and feedback. No matrix, whose products depend in their
+    last bits on how many rows are multiplied."""
+    torch.manual_seed(5)
+    roots = torch.randn(HEADS, DIM, DIM).double()
+    feedback = feedback_matrix(roots @ roots.mT + 0.1 * torch.eye(DIM)).float()
+    k = Basis(torch.randn(HEADS, DIM), "hadamard", clip=torch.full((HEADS,), 0.9))
+    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "none", feedback=feedback))

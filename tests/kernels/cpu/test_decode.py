@@ -171,18 +171,6 @@ def test_one_sequence_may_be_expanded_to_a_batch() -> None:
     check(q, k_rows, v_rows, lens(9).expand(5), **BOTH)
 
 
-def test_queries_may_have_any_strides() -> None:
-    k_rows, v_rows = make_rows(INT4, (50, 20), 2), make_rows(INT4, (50, 20), 2)
-    base = torch.randn(64, 8, 2, 3)
-    q = base[..., 1].permute(2, 1, 0)
-    assert not q.is_contiguous()
-    out, _ = state(q, k_rows, v_rows, lens(50, 20), **BOTH)
-    assert torch.equal(out, state(q.contiguous(), k_rows, v_rows, lens(50, 20), **BOTH)[0])
-    one = torch.randn(1, 1, 64).expand(2, 8, 64)
-    out, _ = state(one, k_rows, v_rows, lens(50, 20), **BOTH)
-    assert torch.equal(out, state(one.contiguous(), k_rows, v_rows, lens(50, 20), **BOTH)[0])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_hard_values(kind: str, num_splits: int) -> None:
@@ -247,17 +235,6 @@ def test_segments_of_other_formats_and_rings_are_merged(num_splits: int | None) 
         assert relative_l2(merge_states(*parts)[0], out) <= 1e-5
 
 
-def test_the_same_call_gives_the_same_bits() -> None:
-    k_rows, v_rows = make_rows(INT4, (2000, 900), 2), make_rows(INT4, (2000, 900), 2)
-    q = torch.randn(2, 8, 64)
-    arguments = (q, k_rows, v_rows, lens(2000, 900))
-    out, lse = state(*arguments, **BOTH)
-    for _ in range(5):
-        again = state(*arguments, **BOTH)
-        assert torch.equal(again[0], out)
-        assert torch.equal(again[1], lse)
-
-
 def test_threads_may_call_at_once() -> None:
     """From Python threads, over the size at which a call uses several threads itself."""
     k_rows, v_rows = make_rows(INT4, (1500,), 2), make_rows(INT4, (1500,), 2)
@@ -282,28 +259,6 @@ def test_threads_may_call_at_once() -> None:
     assert not failures
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
-    k_rows, v_rows = make_rows(INT4, (60,), 2), make_rows(INT4, (60,), 2)
-    q = torch.randn(1, 8, 64)
-    options = {**BOTH, "num_splits": 3}
-    out, lse = state(q, k_rows, v_rows, lens(60), **options)
-    torch.set_default_dtype(dtype)
-    try:
-        again = state(q, k_rows, v_rows, lens(60), **options)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(again[0], out)
-    assert torch.equal(again[1], lse)
-
-
-def test_no_query_heads_give_an_empty_result() -> None:
-    k_rows, v_rows = make_rows(INT4, (60,), 2), make_rows(INT4, (60,), 2)
-    out, lse = state(torch.randn(1, 0, 64), k_rows, v_rows, lens(60), **BOTH)
-    assert out.shape == (1, 0, 64)
-    assert lse.shape == (1, 0)
-
-
 def test_long_sums_lose_no_digits() -> None:
     """The same row over and over, where the rounding errors of a float32 sum all have one sign."""
     tokens = 30_000
@@ -326,24 +281,6 @@ def test_any_number_of_query_heads_costs_little_more_than_its_own() -> None:
         items = decode.Work(torch.zeros(1, ratio, 64), [segment], 1.0, 1).units
         assert heads <= decode.MAX_HEADS and heads * items < ratio + items
         assert items == -(-ratio // decode.MAX_HEADS)
-
-
-@pytest.mark.parametrize("ratio", mark_slow([17, 34, 71], [17]))
-def test_query_heads_beyond_whole_blocks(ratio: int) -> None:
-    k_rows, v_rows = make_rows(INT4, (300, 21), 2), make_rows(INT4, (300, 21), 2)
-    q = torch.randn(2, 2 * ratio, 64)
-    for num_splits in (1, 3):
-        found = check(q, k_rows, v_rows, lens(300, 21), **BOTH, num_splits=num_splits)
-        for head in (0, ratio - 1, ratio, 2 * ratio - 1):  # it does not see the others
-            alone, _ = state(
-                q[:, head : head + 1],
-                k_rows[:, head // ratio :][:, :1],
-                v_rows[:, head // ratio :][:, :1],
-                lens(300, 21),
-                **BOTH,
-                num_splits=num_splits,
-            )
-            torch.testing.assert_close(alone[:, 0], found[0][:, head], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

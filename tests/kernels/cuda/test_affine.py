@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import CPU, STREAM, arguments_of, install, loaded_specs, note_devices
+from fake_cuda import CPU, STREAM, arguments_of, install, note_devices
 from in_simulator import SIMULATED, in_simulator
 
 from kvquant.kernels.cuda.affine import launch as launching
@@ -214,19 +214,6 @@ def test_rows_are_cut_by_slices_heads_and_chunks(monkeypatch: pytest.MonkeyPatch
     assert large.shared == 32 * (128 + 512)
 
 
-def test_encoding_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install(monkeypatch)
-    x, matrix, offset, _ = make(64, 70, (2, 2), words="matrix offset")
-    assert matrix is not None and offset is not None
-    assert launching.affine_rows(x, matrix, offset, None).dtype == torch.bfloat16
-    for _ in range(2):
-        y = launching.encode_rows(x, matrix, offset)
-        assert y.dtype == torch.float32 and y.shape == x.shape
-    assert [spec.encodes for spec in loaded_specs()] == [False, True]
-    assert launching.encode_rows(x[:0], matrix, offset).dtype == torch.float32
-    assert len(cuda.launched) == 3
-
-
 def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install(monkeypatch)
     entered, checked = note_devices(monkeypatch), []
@@ -276,23 +263,3 @@ def test_encoded_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.
         check_encoded(y, given)
         alone = launching.encode_rows(x[tokens // 2 :], matrix, offset)
         assert torch.equal(alone, y[tokens // 2 :]), "a row depends on the others"
-
-
-@pytest.mark.gpu
-def test_every_batch_of_a_usual_model_is_turned() -> None:
-    for batch in range(1, 66):
-        given = make(128, batch, (32, 8), device="cuda")
-        check_result(launching.affine_rows(*given), given)
-    for batch in (300, 1000):  # blocks go on
-        given = make(128, batch, (64, 8), device="cuda")
-        check_result(launching.affine_rows(*given), given)
-
-
-@pytest.mark.gpu
-def test_rows_at_odd_places_are_copied_first() -> None:
-    x, matrix, offset, lens = make(128, 3, words="matrix offset", device="cuda")
-    odd = torch.empty(1 + x.numel(), dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
-    crossed = x.mT.contiguous().mT
-    expected = launching.affine_rows(x, matrix, offset, lens)
-    for given in (odd, crossed):
-        assert torch.equal(launching.affine_rows(given, matrix, offset, lens), expected)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from append_cases import LATENTS, latent_case
+from append_cases import LATENTS, Case, check_on_gpu, latent_case
 from simulator_cases import of, run_selected
 from slow_cases import mark_slow
 
@@ -185,3 +185,16 @@ def results(request: pytest.FixtureRequest) -> Results:
 @pytest.mark.parametrize("name", mark_slow(CASES, USUAL))
 def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
     assert not results[name]["problem"], results[name]["problem"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        name
+        for name in CASES
+        if not any(word in name for word in ("dequantize", "made-up", "queries", "before sm_89"))
+    ],
+)
+def test_the_kernel_on_a_gpu(case: str) -> None:
+    check_on_gpu(Case(**CASES[case]))

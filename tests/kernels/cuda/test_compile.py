@@ -12,7 +12,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,20 +19,16 @@ from pathlib import Path as FilePath
 
 import pytest
 from machine_code import (
-    COPY_TO_SHARED,
     WARPGROUP_ORDER,
     WARPGROUP_PRODUCT,
     WARPGROUP_PRODUCT_OF_REGISTERS,
     count_instructions,
-    instructions,
 )
-from threads import run_in_threads
 
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
 from kvquant.kernels.cuda.decode.plan import fit, kernels, plan
 from kvquant.kernels.cuda.decode.spec import (
-    AHEAD,
     HALF,
     POSITIONAL,
     TECHNIQUES,
@@ -174,19 +169,6 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 
 @pytest.mark.slow
 @needs_numba_cuda
-@pytest.mark.parametrize(("name", "unrolled"), [("int4-g4", 5), ("bf16", 16)], ids=str)
-def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: int) -> None:
-    spec = replace(make_spec(name), warps=4, stages=2)
-    rolled = replace(spec, without="unrolled loads")
-    merged = AHEAD * (spec.asked + 1)  # before the loop of the merge, and in it
-    # K and V, when the ring is filled and in the loop
-    made, rolled_up = (compile_spec(one, "sm_90").code for one in (spec, rolled))
-    assert count_instructions(made, COPY_TO_SHARED) == 4 * unrolled + merged
-    assert count_instructions(rolled_up, COPY_TO_SHARED) == 4 + merged
-
-
-@pytest.mark.slow
-@needs_numba_cuda
 def test_products_of_wide_groups_do_not_wait_for_one_another() -> None:
     # times that scores and P V of a tile stand in the code; to begin each and to wait takes one
     for ratio, scores, values in ((64, 1, 1), (71, 3, 4)):
@@ -194,17 +176,6 @@ def test_products_of_wide_groups_do_not_wait_for_one_another() -> None:
         assert count_instructions(code, WARPGROUP_PRODUCT) == 8 * scores
         assert count_instructions(code, WARPGROUP_PRODUCT_OF_REGISTERS) == 4 * values
         assert count_instructions(code, WARPGROUP_ORDER) == 2 * (scores + values)
-
-
-@pytest.mark.slow
-@needs_numba_cuda
-def test_few_bits_take_few_instructions_to_unpack() -> None:
-    logic = 0x212, 0x812, 0x219, 0x819, 0x216, 0x816  # LOP3, SHF and PRMT, of registers or not
-    found = instructions(compile_spec(make_spec("int4"), "sm_90").code)
-    of_int4 = sum(map(found.count, logic))
-    for name, share in (("int2", 0.97), ("int3", 1.25)):
-        found = instructions(compile_spec(make_spec(name), "sm_90").code)
-        assert sum(map(found.count, logic)) < share * of_int4, name
 
 
 @needs_numba_cuda
@@ -431,33 +402,6 @@ def test_a_damaged_file_is_compiled_anew(cache: FilePath, damage: bytes) -> None
     assert path.read_bytes() == CUBIN.to_bytes()
 
 
-def test_a_folder_that_cannot_be_written_is_warned_of_once(
-    cache: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.parent.joinpath("file").write_text("")
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(cache.parent / "file"))
-    with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR") as warned:
-        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
-        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
-    assert len(warned) == 1
-
-
-def test_threads_that_want_the_same_kernel_compile_it_once(
-    cache: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = []
-
-    def compile_slowly(spec: DecodeSpec, arch: str) -> Cubin:
-        compiled.append(spec)
-        time.sleep(0.05)
-        return CUBIN
-
-    monkeypatch.setattr(compiling, "compile_spec", compile_slowly)
-    spec = make_spec("int4-g4")
-    run_in_threads(lambda _: load_cubin(spec, "sm_90"), range(8))
-    assert compiled == [spec]
-
-
 CHILD = """
 import sys, time
 from kvquant.kernels.cuda.runtime import compile as compiling
@@ -476,6 +420,7 @@ print(*sorted({"numba", "llvmlite"} & {name.split(".")[0] for name in sys.module
 """
 
 
+@pytest.mark.slow
 def test_processes_share_the_folder_and_a_hit_needs_no_numba(tmp_path: FilePath) -> None:
     root = FilePath(__file__).parents[3]
     environment = {**os.environ, "KVQUANT_CACHE_DIR": str(tmp_path)}

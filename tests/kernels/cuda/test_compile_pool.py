@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime.compile import cubin_path, load_cubin, missing
 from kvquant.kernels.cuda.runtime.compile_pool import ALONE, compile_all
 from kvquant.kernels.cuda.runtime.spec import Spec
-from kvquant.kernels.disk_cache import locked, read_file, replace_file
+from kvquant.kernels.disk_cache import locked, read_file
 from kvquant.rows.format import RowFormat
 
 pytestmark = pytest.mark.extra("cuda")
@@ -104,21 +103,6 @@ def test_who_comes_second_is_told_waits_and_compiles_none_again(
     assert all("another process compiles kernels here; wait" in one for one in caplog.messages)
 
 
-def test_engines_that_want_other_kernels_compile_at_the_same_time(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = threading.Barrier(2)
-
-    class Compiler(compile_pool._Compiler):
-        def compile(self, spec: Spec, arch: str) -> None:
-            both.wait(60)  # none passes alone
-            super().compile(spec, arch)
-
-    monkeypatch.setattr(compile_pool, "_Compiler", Compiler)
-    run_in_threads(lambda name: compile_all([make_spec(name)], "sm_90"), ["int4", "int8"])
-    assert len(cubins(cache)) == 2
-
-
 def test_a_thread_that_is_done_ends_no_process_of_another(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +130,14 @@ def test_a_thread_that_is_done_ends_no_process_of_another(
     ("columns", "error", "message"),
     [
         (16, UnsupportedError, "^no code for sm_90: newer compilers$"),
-        (24, RuntimeError, r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError"),
+        pytest.param(
+            *(
+                24,
+                RuntimeError,
+                r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError",
+            ),
+            marks=pytest.mark.slow,  # a process starts in seconds
+        ),
         (32, UnsupportedError, "compiled decode.* was ended by SIGKILL, as where memory runs out"),
     ],
 )
@@ -175,6 +166,7 @@ def test_kernels_that_cannot_be_kept_are_told_and_not_reported_as_done(cache: Pa
         )
 
 
+@pytest.mark.slow
 def test_modules_are_those_of_the_process_that_asks(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,22 +177,6 @@ def test_modules_are_those_of_the_process_that_asks(
     monkeypatch.setattr(sys, "path", [*filter(None, sys.path), Path("of no string")])
     with pytest.raises(UnsupportedError, match="architecture 'hopper' does not exist"):
         compile_all([make_spec("int4")], "hopper")
-
-
-def test_a_folder_that_is_deleted_while_it_is_waited_for_is_made_again(cache: Path) -> None:
-    path, waits = cache / "kernel", threading.Event()
-
-    def wait() -> None:
-        with locked(path, waits.set):
-            replace_file(path, b"kept")
-
-    thread = threading.Thread(target=wait)
-    with locked(path):
-        thread.start()
-        assert waits.wait(60)
-        shutil.rmtree(cache)
-        thread.join(60)
-    assert path.read_bytes() == b"kept"
 
 
 def test_a_folder_in_place_of_a_file_is_named_and_closed(cache: Path) -> None:

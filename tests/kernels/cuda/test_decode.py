@@ -1,252 +1,142 @@
-"""The CUDA kernel against the reference on the dequantized rows. Needs an NVIDIA GPU."""
+"""The decode kernel on larger calls than the simulator takes. Needs an NVIDIA GPU."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from attend import attend_segments
+from attend import attend_segments, launch_attention
 from cuda_cases import (
     LIMITS,
+    assert_right,
     captured,
-    compare,
+    check_on_gpu,
     int32,
+    launch,
     linear,
     paged,
     query,
     random_rows,
-    ring,
-    seated,
 )
+from decode_cases import Case, make_call
+from query_cases import make_variant
+from ragged_cases import each_alone, indptr
 from relative_l2 import relative_l2
+from simulator_cases import of
 from threads import run_in_threads
 
-from kvquant import KVCache, RowFormat, decode_attention, quantize_rows
-from kvquant.errors import ConfigError, ShapeError
-from kvquant.rows.segment import PAGE_SIZES, Segment
+from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention
+from kvquant.errors import ShapeError, UnsupportedError
+from kvquant.rows.reference import reference_over_segments
+from kvquant.rows.segment import PAGE_SIZES, FixedSegments, Segment
 
 pytestmark = pytest.mark.gpu
-LENS = (1000, 37, 1, 0)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LENS = "lens=[1000,37,1,0]"
+UNLIKE = {  # lengths, of which work is cut on the device (schedule.py)
+    "one far beyond the others": [5000, *[60] * 7],
+    "the last far beyond the others": [*[60] * 7, 5000],
+    "all different": [0, 1, 33, 64, 65, 511, 900, 3600],
+    "only one has tokens": [0, 0, 0, 4000, 0],
+    "two": [1, 4100],
+    "more than a warp has lanes": [*[17 * i % 190 for i in range(70)], 3000, 5],
+    "more than a warp asks for at once": [*[i % 40 for i in range(300)], 2600],
+    "more units than there is room for": [*[37 * i % 500 for i in range(200)], 6000],
+}
+FEW = "int4-g4 int4 int3 int2 int8-g4 bf16".split()
+FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8".split()
+FORMATS += "fp8 fp8-g4 bf16 fp16".split()
+RECENT = "exact=bf16 sinks=4 splits=[1,1,0] lens=[300,33,1,0,0,2] "
+VARIANT: dict[str, Any] = dict.fromkeys(("alibi_slopes", "score_offsets", "sink_logits"), True)
+VARIANT |= {"soft_cap": 3.0, "window": 100}
+
+CASES: dict[str, dict[str, Any]] = {}
+for k in FORMATS:
+    for query_type in ("bf16", "fp16"):
+        for heads in ("[16,2]", "[32,2]", "[34,2]", "[142,2]"):
+            words = f"k={k} heads={heads} query={query_type}"
+            CASES[words] = of(f"{words} {LENS}")
+        CASES[f"queries, {words}"] = of(f"{words} {LENS} q_len=4 q_lens=[4,3,1,0]")
+        words = f"k={k} heads=[16,2] query={query_type} rest=5"
+        CASES[f"pieces, {words}"] = of(f"{words} lens=[1000,37,1,0,300] q_lens=[70,37,2,1,1]")
+        CASES[f"pieces, {words}"]["ragged"] = True
+for k, v in (("int8", "int4-g4"), ("int3", "int2"), ("int4", "bf16"), ("fp8-g2", "int3")):
+    CASES[f"{k} and {v}"] = of(f"k={k} v={v} heads=[16,2] {LENS}")
+for head_dim in (64, 80, 96, 112, 192, 256, 512):
+    for k in ("int2", "int3", "int4", "int8", "bf16"):
+        if (k, head_dim) not in (("int3", 80), ("int3", 112)):  # refused
+            for heads in ("[8,1]", "[64,1]"):
+                words = f"k={k} head_dim={head_dim} heads={heads}"
+                CASES[words] = of(f"{words} {LENS}")
+for name, lens in UNLIKE.items():
+    for k in FEW:
+        CASES[f"{name}, {k}"] = {"k": k, "lens": lens, "heads": [8, 2]}
+    words = f"{name}, int4-g4"
+    plain = {"lens": lens, "heads": [8, 2]}
+    CASES |= {
+        f"{words}, pages": {**plain, "place": "paged", "page_size": 64},
+        f"{words}, 64 heads": {**plain, "heads": [64, 1], "wide": {}},
+        f"{words}, queries": {**plain, "q_len": 4, "q_lens": [i % 5 for i in range(len(lens))]},
+        f"{words}, one query": {**plain, "variant": VARIANT},
+        f"{words}, sinks": {**plain, "variant": {"sink_logits": True}, "q_len": 2},
+        f"{words}, decode steps and a chunk": {**plain, "ragged": True}
+        | {"q_lens": [*[1] * (len(lens) - 1), 60]},
+    }
+for k in FEW:
+    for page_size in PAGE_SIZES:
+        if page_size * RowFormat.parse(k, 128).row_bytes % 16 == 0:
+            words = f"k={k} place=paged page_size={page_size}"
+            CASES[words] = of(f"{words} heads=[142,2] lens=[310,97,1,0,128]")
+            CASES[f"queries, {words}"] = CASES[words] | of("q_len=4 q_lens=[4,3,4,4,2] heads=[8,2]")
+    CASES |= {
+        f"{k} in a ring": of(
+            f"k={k} place=ring sinks=4 seated=True lens=[3000,97,0,31] heads=[8,2]"
+        ),
+        f"{k} in the order of tokens": of(f"k={k} layout=tokens lens=[300,211,5] heads=[16,4]"),
+    }
+for place in ("linear", "paged"):
+    for count, exact in (("132", "[132,102,132,3,0,5]"), ("few", "[4,4,6,12,1,2]")):
+        for seated in (False, True):
+            words = f"place={place} page_size=64 seated={seated} {RECENT} exact_lens=[{exact},[]] "
+            name = f"{count} recent rows, {place}, seated {seated}"
+            CASES |= {
+                name: of(f"{words} heads=[16,2]"),
+                f"{name}, queries": of(f"{words} heads=[8,2] q_len=6 q_lens=[6,5,6,4,6,0]"),
+                f"{name}, 64 heads": of(f"{words} heads=[64,2] q_len=6 k=int4"),
+                f"{name}, all fields": of(f"{words} heads=[8,2] q_len=3") | {"variant": VARIANT},
+                f"{name}, pieces": of(f"{words} heads=[8,2] q_lens=[200,74,1,0,0,2] ragged=True"),
+            }
+for k in ("int4-g4", "int3", "int2", "fp8", "fp16"):
+    for scale in ("1e-4", "30.0", "1e4"):
+        words = f"k={k} q_scale={scale}"
+        CASES[words] = of(f"{words} lens=[1000,37]")
+    for scale in ("6e-7", "1e-3", "2e4"):
+        words = f"k={k} v_scale={scale}"
+        CASES[words] = of(f"{words} lens=[700,650] heads=[8,2]")
+    CASES[f"{k}, equal scores"] = of(f"k={k} q_scale=0.0 lens=[5000,33] query=fp16")
+    CASES[f"{k}, long sequences"] = of(f"k={k} lens=[100000,99999] heads=[8,1]")
+CASES["keys at the limits of fp16"] = of("k=int8-g4 k_scale=2e4 q_scale=1e-5 lens=[500]")
+for name in [*VARIANT, "tree_mask"]:
+    for place in ("linear", "paged"):
+        value = {"variant": {name: VARIANT.get(name, True)}}
+        words = f"place={place} lens=[1000,37,1,0,129] heads=[8,2]"
+        CASES[f"{name}, {place}, queries"] = of(f"{words} q_len=4 q_lens=[4,3,4,1,0]") | value
+        if name != "tree_mask":
+            CASES[f"{name}, {place}"] = of(words) | value
+for window in (1, 15, 16, 33, 512):
+    lens = [*range(14, 20), *range(30, 36), *range(126, 132), 1000, 0, 1]
+    of_window = {"lens": lens, "place": "paged", "heads": [8, 2], "variant": {"window": window}}
+    CASES[f"a window of {window}"] = of_window
+    CASES[f"a window of {window}, queries"] = of_window | {"q_len": 4}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name",
-    "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 "
-    "fp16".split(),
-)
-def test_every_format(name: str, dtype: str) -> None:
-    segment = linear(name, LENS, 1)
-    q = query(segment, 8, DTYPES[dtype])
-    compare(q, [segment])
-    compare(q, [segment], num_splits=3)
-    compare(q, [segment], num_splits=1)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_on_a_gpu(name: str) -> None:
+    check_on_gpu(Case(**CASES[name]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "names",
-    [
-        *("int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "bf16 int4"),
-        *("int3 int2", "int2 int3", "int4 int2", "int3 int8-g8", "fp8-g2 int3", "int2 bf16"),
-    ],
-)
-def test_k_and_v_formats_apart(names: str, dtype: str) -> None:
-    segment = linear(names, LENS, 2)
-    compare(query(segment, 16, DTYPES[dtype]), [segment])
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 192, 256, 512])
-@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8", "bf16"])
-def test_head_dims(name: str, head_dim: int) -> None:
-    if name == "int3" and head_dim in (80, 112):
-        pytest.skip("its rows do not lie at words")
-    segment = linear(name, LENS, 1, head_dim=head_dim)
-    compare(query(segment, 8), [segment])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "int8-g8", "fp8-g4"])
-@pytest.mark.parametrize("head_dim", [64, 256, 512])
-def test_groups_at_other_head_dims(name: str, head_dim: int) -> None:
-    segment = linear(name, LENS, 1, head_dim=head_dim)
-    compare(query(segment, 8, torch.float16), [segment])
-
-
-@pytest.mark.parametrize(
-    "heads", [(1, 1), (4, 4), (10, 2), (7, 1), (16, 1), (32, 2), (40, 2), (71, 1)], ids=str
-)
-def test_head_ratios(heads: tuple[int, int]) -> None:
-    segment = linear("int4-g4", (300, 129), heads[1])
-    compare(query(segment, heads[0], torch.float16), [segment])
-
-
-@pytest.mark.parametrize("ratio", [9, 16, 17, 32, 64, 71])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", "int4-g4 int4 int3 int2 int8-g4 int4-g8 fp8 bf16 fp16".split())
-def test_wide_groups(name: str, dtype: str, ratio: int) -> None:
-    segment = linear(name, LENS, 2)
-    q = query(segment, 2 * ratio, DTYPES[dtype])
-    compare(q, [segment])
-    compare(q, [segment], num_splits=3)
-    compare(q, [segment], num_splits=1)
-
-
-@pytest.mark.parametrize("ratio", [17, 64])
-@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2"])
-@pytest.mark.parametrize("head_dim", [64, 80, 256, 512])
-def test_wide_groups_of_other_head_dims(name: str, head_dim: int, ratio: int) -> None:
-    if head_dim == 80 and name in ("int4-g4", "int3"):
-        pytest.skip("groups of 20 elements do not line up, nor do rows of 34 bytes")
-    segment = linear(name, (300, 129), 1, head_dim=head_dim)
-    compare(query(segment, ratio), [segment])
-
-
-@pytest.mark.parametrize("ratio", [2, 17])
-@pytest.mark.parametrize("name", ["int4-g4", "int8"])
-def test_rows_of_512_elements_with_pages_sinks_and_recent_rows(name: str, ratio: int) -> None:
-    packed = paged(name, (1300, 0, 1, 0), 2, 64, head_dim=512)
-    recent = ring("bf16", (128, 100, 128, 0), 2, 128, head_dim=512)
-    sinks = linear("bf16", (4, 2, 4, 0), 2, head_dim=512)
-    q = query(packed, 2 * ratio)
-    compare(q, [packed])
-    compare(q, [sinks, packed, recent])
-    rows = ring(name, (311, 97, 0, 31), 2, 311, head_dim=512)
-    compare(query(rows, 2 * ratio, torch.float16), [rows])
-
-
-@pytest.mark.parametrize("ratio", [17, 71])
-@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2"])
-def test_wide_groups_with_pages_sinks_and_recent_rows(name: str, ratio: int) -> None:
-    packed = paged(name, (300, 0, 1, 0), 2, 64)
-    recent = ring("bf16", (128, 100, 128, 0), 2, 128)
-    sinks = linear("bf16", (4, 2, 4, 0), 2)
-    q = query(packed, 2 * ratio)
-    compare(q, [packed])
-    compare(q, [sinks, packed, recent])
-    compare(q, [sinks, recent])
-    rows = ring(name, (311, 97, 0, 31), 2, 311)
-    compare(query(rows, 2 * ratio), [rows])
-    tokens = linear(name, (300, 211, 5), 2, order="tokens")
-    compare(query(tokens, 2 * ratio), [tokens])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2", "int8-g2", "bf16"])
-def test_rows_in_the_order_of_tokens(name: str) -> None:
-    segment = linear(name, (300, 211, 5), 4, order="tokens")
-    compare(query(segment, 8), [segment])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2", "int8-g2", "bf16"])
-def test_rings(name: str) -> None:
-    segment = ring(name, (311, 97, 0, 31), 2, 311)
-    compare(query(segment, 8), [segment])
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2", "int8-g2", "bf16"])
-def test_pages(name: str, page_size: int) -> None:
-    segment = paged(name, (310, 97, 1, 0, 128), 2, page_size)
-    q = query(segment, 8)
-    if page_size * segment.k_format.row_bytes % 16:
-        with pytest.raises(ConfigError, match="must be aligned to 16 bytes on CUDA"):
-            compare(q, [segment])
-        return
-    compare(q, [segment])
-    compare(q, [segment], num_splits=2)
-    compare(query(segment, 2 * 71), [segment])
-
-
-def test_pages_in_the_order_of_tokens_and_strided_tables() -> None:
-    segment = paged("int4-g4", (310, 97), 2, 64)
-    k, v = (
-        rows.transpose(1, 2).contiguous().transpose(1, 2)
-        for rows in (segment.k_rows, segment.v_rows)
-    )
-    assert segment.block_table is not None
-    wide = torch.full((2, 20), 2**30, dtype=torch.int32, device="cuda")
-    wide[:, : segment.block_table.shape[1]] = segment.block_table
-    table = wide[:, : segment.block_table.shape[1]]
-    compare(query(segment, 8), [segment._replace(k_rows=k, v_rows=v, block_table=table)])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4"])
-@pytest.mark.parametrize("place", ["linear", "paged"])
-def test_sinks_and_recent_rows_in_the_same_launch(name: str, place: str) -> None:
-    lens = (300, 0, 1, 0)
-    packed = paged(name, lens, 2, 64) if place == "paged" else linear(name, lens, 2)
-    sinks = linear("bf16", (4, 2, 4, 0), 2)
-    recent = ring("bf16", (128, 100, 128, 0), 2, 128)
-    q = query(packed, 16)
-    compare(q, [sinks, packed, recent])
-    compare(q, [packed, recent], num_splits=2)
-    compare(q, [sinks, recent])
-    both = ring("bf16", (132, 102, 132, 3), 2, 132, sinks=4)
-    compare(q, [packed, both])
-    compare(q, [seated(both), packed])
-    compare(q, [seated(both)])
-
-
-def test_a_cache_with_sinks_and_a_ring() -> None:
-    cache = KVCache(1, 2, 2, 128, 400, sink_len=4, recent_len=32, device="cuda")
-    k, v = torch.randn(2, 2, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
-    cache.append(0, k, v, new_lens=[300, 150])
-    cache.append(0, k[:, :, :7], v[:, :, :7])
-    q = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
-    expected: Any = cache.attend(0, q, backend="reference")
-    out: Any = cache.attend(0, q)
-    assert relative_l2(out, expected) <= LIMITS[q.dtype]
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int3", "int2", "fp8", "fp16"])
-@pytest.mark.parametrize("scale", [1e-4, 30.0, 1e4])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tiny_peaked_and_huge_queries(name: str, scale: float, dtype: str) -> None:
-    segment = linear(name, (1000, 37), 1)
-    q = (query(segment, 8).float() * scale).clamp(-6e4, 6e4).to(DTYPES[dtype])
-    compare(q, [segment])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "int3", "int2", "int8", "bf16"])
-def test_equal_scores(name: str) -> None:
-    segment = linear(name, (5000, 33), 1)
-    compare(torch.zeros_like(query(segment, 8, torch.float16)), [segment])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int8", "fp16"])
-def test_one_huge_outlier_among_many(name: str) -> None:
-    fmt = RowFormat.parse(name, 128)
-    k, v = torch.randn(2, 1, 1, 4096, 128, device="cuda")
-    k[:, :, 1234] *= 50
-    v[:, :, 77, 5] = 3000.0
-    segment = Segment(quantize_rows(k, fmt), quantize_rows(v, fmt), int32([4096]), fmt, fmt)
-    compare(query(segment, 8, torch.float16) * 0.05, [segment])
-
-
-@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int4-g4", "int4-g8", "int8-g4", "fp8"])
-@pytest.mark.parametrize("size", [6e-7, 1e-3, 2e4])
-def test_scales_at_the_limits_of_fp16(name: str, size: float) -> None:
-    fmt = RowFormat.parse(name, 128)
-    k = torch.randn(2, 1, 700, 128, device="cuda")
-    v = (torch.rand(2, 1, 700, 128, device="cuda") * 2 - 1) * size
-    segment = Segment(quantize_rows(k, fmt), quantize_rows(v, fmt), int32([700, 650]), fmt, fmt)
-    q = query(segment, 8)  # bf16: fp16 cannot hold outputs of 6e-7
-    compare(q, [segment])
-    mixed = v.clone()
-    mixed[:, :, ::7] *= 100 if size < 1 else 1e-4
-    compare(q, [segment._replace(v_rows=quantize_rows(mixed, fmt))])
-
-
-def test_keys_at_the_limits_of_fp16() -> None:
-    fmt = RowFormat.parse("int8-g4", 128)
-    k = (torch.rand(1, 1, 500, 128, device="cuda") - 0.5) * 1.2e5
-    rows = quantize_rows(k, fmt)
-    segment = Segment(rows, random_rows(fmt, 1, 1, 500), int32([500]), fmt, fmt)
-    compare(query(segment, 8) * 1e-5, [segment])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4", "int3", "int2", "bf16"])
+@pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("side", ["k_rows", "v_rows"])
 def test_nan_in_a_row_in_use_reaches_its_sequence_only(name: str, side: str) -> None:
     segment = linear(name, (300, 300, 300), 2)
@@ -259,59 +149,145 @@ def test_nan_in_a_row_in_use_reaches_its_sequence_only(name: str, side: str) -> 
     assert torch.equal(out[1, 4:], clean[1, 4:])
 
 
-def test_lengths_beyond_the_capacity_read_nothing_else() -> None:
-    segment = linear("int4-g4", (256, 256), 1)
-    segment = segment._replace(k_rows=segment.k_rows[:, :, :256], v_rows=segment.v_rows[:, :, :256])
-    q = query(segment, 8)
-    expected: Any = attend_segments(q, [segment])
-    out: Any = attend_segments(q, [segment._replace(seq_lens=int32([300, 2**31 - 1]))])
-    assert torch.equal(out, expected)
-    short: Any = attend_segments(q, [segment._replace(seq_lens=int32([-5, 256]))])
-    assert not short[0].any() and torch.equal(short[1], expected[1])
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int8", "fp8-g4", "bf16"])
-def test_long_sequences_whose_values_nearly_cancel(name: str) -> None:
-    fmt = RowFormat.parse(name, 128)
-    rows = random_rows(fmt, 2, 1, 100_000)
-    segment = Segment(rows, rows.flip(2), int32([100_000, 99_999]), fmt, fmt)
-    q = query(segment, 8)
-    compare(q, [segment])
-    compare(q, [segment], num_splits=1)
-
-
 def test_a_million_tokens_beyond_4_gib() -> None:
     """Rows of 64 heads lie 5.4 GB apart: addresses need 64 bits."""
     fmt = RowFormat.parse("int4-g4", 128)
     block = random_rows(fmt, 1, 64, 1 << 12, shift=0.3)
     rows = block.repeat(1, 1, 256, 1)
-    lens = int32([1 << 20])
     q = torch.randn(1, 64, 128, device="cuda", dtype=torch.bfloat16)
-    out: Any = attend_segments(q, [Segment(rows, rows, lens, fmt, fmt)])
+    out: Any = attend_segments(q, [Segment(rows, rows, int32([1 << 20]), fmt, fmt)])
     # the same tokens 256 times over have the same mean
-    expected: Any = attend_segments(
-        q, [Segment(block, block, int32([1 << 12]), fmt, fmt)], backend="reference"
-    )
+    few = Segment(block, block, int32([1 << 12]), fmt, fmt)
+    expected: Any = attend_segments(q, [few], backend="reference")
     assert relative_l2(out, expected) <= LIMITS[q.dtype]
 
 
-def test_strided_and_crooked_queries() -> None:
-    segment = linear("int4-g4", (300, 129), 2)
-    wide = torch.randn(2, 3, 16, 128, device="cuda", dtype=torch.bfloat16)
-    compare(wide[:, 1], [segment])
-    crooked = torch.randn(2 * 16 * 128 + 1, device="cuda", dtype=torch.bfloat16)[1:]
-    compare(crooked.view(2, 16, 128), [segment])
+@pytest.mark.parametrize("words", ["", "q_len=3 q_lens=[3,1,2]", "ragged=True q_lens=[70,1,9]"])
+def test_queries_of_any_strides(words: str) -> None:
+    call = make_call(Case(**of(f"lens=[300,129,40] heads=[8,2] {words}"))).on("cuda")
+    expected = launch(call)
+    q = call.q
+    wide = torch.full((*q.shape[:-2], 10, 256), torch.nan, device="cuda", dtype=q.dtype)
+    crooked = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape)
+    for other in (wide[..., 1:9, 128:], crooked, torch.empty_like(q.mT.contiguous()).mT):
+        found = launch(call._replace(q=other.copy_(q)))
+        assert all(map(torch.equal, found, expected))
 
 
-def test_graphs_replay_with_changed_lengths() -> None:
-    segment = linear("int4-g4", (512, 512), 1)
-    q = query(segment, 8)
-    graph, out = captured(lambda: attend_segments(q, [segment], num_splits=4))
-    for lens in ([512, 100], [7, 300], [0, 512]):
-        segment.seq_lens.copy_(torch.tensor(lens))
+def test_counts_and_lengths_that_are_not_possible_count_as_the_nearest_that_are() -> None:
+    segment = linear("int4-g4", (256, 256), 2)
+    rows = [x[:, :, :256] for x in (segment.k_rows, segment.v_rows)]
+    segment = segment._replace(k_rows=rows[0], v_rows=rows[1])
+    q = torch.randn(2, 3, 8, 128, device="cuda").bfloat16()
+    for wrong, right in (([-5, 2**31 - 1], [0, 3]), ([4, 1], [3, 1])):
+        told = [launch_attention(q, [segment], None, 2, q_lens=int32(n)) for n in (wrong, right)]
+        assert all(map(torch.equal, *told))
+    for wrong, right in (([300, 2**31 - 1], [256, 256]), ([-5, 256], [0, 256])):
+        found = [
+            attend_segments(q[:, 0], [segment._replace(seq_lens=int32(n))]) for n in (wrong, right)
+        ]
+        assert torch.equal(*found)
+
+
+def test_tensors_of_a_variant_have_any_strides() -> None:
+    fields = {**VARIANT, "tree_mask": True}
+    case = Case(lens=(1000, 37, 1, 0, 129), heads=(8, 2), q_len=4, variant=fields)
+    call = make_call(case).on("cuda")
+    crooked: Any = {}
+    for name, value in call.variant._asdict().items():
+        if isinstance(value, torch.Tensor):
+            crooked[name] = torch.stack([value, torch.zeros_like(value)], -1)[..., 0]
+    found = launch(call._replace(variant=call.variant._replace(**crooked)))
+    assert all(map(torch.equal, found, launch(call)))
+
+
+def test_large_caps_slopes_and_offsets() -> None:
+    segment = linear("int4-g4", (40_000, 33_001), 1)
+    q = query(segment, 4)
+    slopes = torch.tensor([2.0**-i for i in (1, 4, 8, 12)], device="cuda")
+    offsets = torch.tensor([[1e4, -1e4, 0, 30], [0, 0, -30, 1e-3]], device="cuda")
+    for variant in (
+        AttentionVariant(alibi_slopes=slopes),
+        AttentionVariant(alibi_slopes=slopes, soft_cap=0.1),
+        AttentionVariant(soft_cap=1e4),
+        AttentionVariant(soft_cap=50.0, score_offsets=offsets),
+        AttentionVariant(sink_logits=torch.tensor([-100.0, 0, 50, 1e4], device="cuda")),
+        AttentionVariant(window=2**31 - 1),
+    ):
+        out, lse = launch_attention(q, [segment], None, None, variant=variant)
+        assert lse is not None
+        expected = reference_over_segments(q, [segment], None, None, variant)
+        assert_right((out, lse), expected, [segment])
+
+
+@pytest.mark.parametrize("fields", [{}, {**VARIANT, "tree_mask": True}], ids=["plain", "all"])
+def test_a_graph_follows_lengths_counts_and_values(fields: dict[str, Any]) -> None:
+    case = of("exact=bf16 sinks=4 lens=[4096,4096,4096,4096,4096,4096] heads=[8,2] q_len=4")
+    case |= {"exact_lens": [[132] * 6, []], "splits": [1, 1, 0], "variant": fields}
+    call = make_call(Case(**case)).on("cuda")
+    packed, exact = call.segments
+    for segments in ([packed], [packed, exact]):
+        fixed, q, q_lens = FixedSegments(segments), call.q.clone(), int32([4] * 6)
+        variant = make_variant(fields, q, segments)
+        attend = partial(launch_attention, q, fixed, None, None, q_lens=q_lens, variant=variant)
+        graph, (out, lse) = captured(attend)
+        assert lse is not None
+        for lens, numbers in (
+            ([4096] * 6, [4] * 6),
+            ([0, 4096, 0, 1, 2, 3], [4, 3, 2, 1, 4, 4]),
+            ([0] * 6, [4] * 6),
+            ([100] * 6, [0, 1, 2, 3, 4, 4]),
+            ([4096, 9, 9, 9, 9, 2000], [0] * 6),
+            ([4096, 9, 31, 32, 33, 2000], [2, 1, 4, 4, 4, 4]),
+        ):
+            packed.seq_lens.copy_(torch.tensor(lens))
+            if len(segments) > 1:
+                exact.seq_lens.copy_(torch.tensor([min(n, 132) for n in lens]))
+            q_lens.copy_(torch.tensor(numbers))
+            q.normal_()
+            for mine, value in zip(variant, make_variant(fields, q, segments), strict=True):
+                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+                    mine.copy_(value)
+            q[torch.arange(4, device="cuda") >= q_lens[:, None]] = torch.nan
+            out.fill_(torch.nan)
+            lse.fill_(torch.nan)
+            for _ in range(2):
+                graph.replay()
+            expected = reference_over_segments(q, segments, None, q_lens, variant)
+            assert_right((out, lse), expected, segments)
+
+
+def test_a_graph_serves_any_ragged_queries_and_tokens() -> None:
+    lens, first = (1000, 37, 1, 0, 300), (70, 37, 2, 1, 1)
+    segment, at = paged("int4-g4", lens, 2, 16), indptr(first, "cuda")
+    q = torch.randn(120, 8, 128, device="cuda").bfloat16()
+    graph, found = captured(lambda: launch_attention(q, [segment], q_indptr=at))
+    for counts in (first, (0, 0, 0, 0, 120), (120, 0, 0, 0, 0), (1, 1, 1, 1, 1), (24,) * 5):
+        at.copy_(indptr(counts))
+        segment.seq_lens.copy_(int32([n - n // 3 for n in lens]))
+        q.normal_()
         graph.replay()
-        expected: Any = attend_segments(q, [segment], backend="reference")
-        assert relative_l2(out, expected) <= LIMITS[q.dtype]
+        assert found[1] is not None
+        expected = each_alone(q.double().float(), [segment], counts)
+        assert_right((found[0], found[1]), expected, [segment])
+
+
+def test_too_many_ragged_pieces_are_refused() -> None:
+    segment = linear("bf16", (1,), 1)
+    q = torch.zeros(70000, 64, 128, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"70000 ragged queries in pieces of 1 are too many"):
+        launch_attention(q, [segment], q_indptr=int32([0, 70000]))
+
+
+def test_a_cache_with_sinks_and_a_ring() -> None:
+    cache = KVCache(1, 2, 2, 128, 400, sink_len=4, recent_len=32, device="cuda")
+    k, v = torch.randn(2, 2, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
+    cache.append(0, k, v, new_lens=[300, 150])
+    cache.append(0, k[:, :, :7], v[:, :, :7])
+    for shape in ((2, 8, 128), (2, 5, 8, 128)):
+        q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        expected: Any = cache.attend(0, q, backend="reference")
+        assert relative_l2(cache.attend(0, q), expected) <= LIMITS[q.dtype]
 
 
 def test_two_graphs_of_one_capture_stream_run_at_once() -> None:

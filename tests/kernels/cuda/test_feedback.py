@@ -6,7 +6,6 @@ are those of plain torch (quantize.py, append.py).
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from append_cases import Case, append, differences, expected, launch_append, make_call, results
 from fake_cuda import STREAM, FakeDriver, arguments_of, install, loaded_specs
-from feedback_cases import make_rows
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError
@@ -28,10 +26,7 @@ from kvquant.kernels.cuda.append.spec import (
     FeedbackSpec,
     make_feedback_spec,
 )
-from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
-from kvquant.kernels.cuda.runtime.spec import layout_of
-from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.format import HEAD_DIMS
 
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g8".split()
@@ -117,14 +112,6 @@ def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
         assert one.stream == STREAM
 
 
-def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
-    launch_append(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
-    (spec,) = loaded_specs()
-    assert [side.clip for side in spec.sides] == [True, False]
-    assert [one.grid for one in cuda.launched] == [(1, 1, 2)]
-    assert len(cuda.launched[0].arguments) == struct.calcsize(layout_of(spec.arguments))
-
-
 def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> None:
     launch_append(**make_call(Case(feedback="v", v="int8")))
     launch_append(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
@@ -142,15 +129,6 @@ def test_rows_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
     launch_append(**call)
     x = arguments_of(loaded_specs()[1], cuda.launched[1].arguments)["k.x"]
     assert x != call["v"].data_ptr() and x % 16 == 0
-
-
-def test_a_call_is_prepared_and_checked_once(cuda: FakeDriver) -> None:
-    checked: list[int] = []
-    for _ in range(3):
-        launch_append(**make_call(Case(feedback="kv")), check=lambda: checked.append(1))
-    assert len(checked) == 1 and len(runtime._launches) == 1 and len(cuda.launched) == 3
-    launch_append(**make_call(Case(feedback="kv", tokens=0)))
-    assert len(cuda.launched) == 3
 
 
 def test_nothing_is_launched_of_a_call_that_is_refused(cuda: FakeDriver) -> None:
@@ -190,39 +168,6 @@ def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, c
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "head_dim"),
-    [
-        *((name, 128) for name in FORMATS),
-        *((name, head_dim) for name in ("int4-g8", "int8") for head_dim in HEAD_DIMS),
-    ],
-)
-@pytest.mark.parametrize("shape", [(2, 3, 7), (1, 3, 4001)], ids=["few", "many"])
-def test_bytes_are_those_of_the_meaning(
-    name: str, head_dim: int, shape: tuple[int, int, int]
-) -> None:
-    fmt = RowFormat.parse(name, head_dim)
-    x, feedback = make_rows(fmt, *shape)
-    clip = torch.linspace(0.8, 1.0, shape[1])
-    for ratio in (None, clip):
-        wanted = quantize_calibrated(x, fmt, clip=ratio, feedback=feedback)
-        on_gpu = None if ratio is None else ratio.cuda()
-        got = quantize_calibrated(x.cuda(), fmt, clip=on_gpu, feedback=feedback.cuda())
-        assert torch.equal(got.cpu(), wanted)
-
-
-@pytest.mark.gpu
-def test_torch_on_the_gpu_says_the_same() -> None:
-    fmt = RowFormat.parse("int4-g4", 128)
-    x, feedback = make_rows(fmt, 1, 8, 1024)
-    got, wanted = (
-        quantize_calibrated(x.cuda(), fmt, feedback=feedback.cuda(), backend=backend)
-        for backend in ("cuda", "reference")
-    )
-    assert torch.equal(got, wanted)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,10 @@ from fake_cuda import (
     make_segment,
     unpack,
 )
-from threads import run_in_threads
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.decode import arrange, launch
-from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, WIDE, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPUS
@@ -49,24 +47,6 @@ def make_queries(q_len: int, batch: int = 2, heads: int = 8) -> torch.Tensor:
 
 def counts(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("q", [make_query(), make_queries(3)], ids=["one query", "several"])
-def test_num_splits_are_those_of_the_launch(cuda: FakeDriver, q: torch.Tensor) -> None:
-    _, lse = launch_attention(q, [make_segment("int8-g4/int4")], 0.125, 3)
-    (note,), spec = cuda.launched, loaded_specs()[-1]
-    common, (one,) = unpack(spec, note.arguments)
-    assert lse is not None and common["lse"] == lse.data_ptr()
-    assert note.grid == (2, 2, 3) and note.block == (32 * spec.warps, 1, 1)
-    assert (note.shared, note.stream, one["splits"]) == (spec.shared_bytes, STREAM, 3)
-    assert common["score_scale"] == pytest.approx(0.125 * arrange.LOG2_E)
-    space = workspaces_of(q.device)._of_stream[STREAM]
-    assert common["counters"] == space.counters.data_ptr() and not space.counters.any()
-    assert common["partial"] == space.partial.data_ptr()
-    assert space.partial.numel() == 4 * 3 * spec.block_columns * (128 + 1)
-    launch_attention(q, [make_segment()], 1.0, 1, False)
-    common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-    assert common["lse"] == common["partial"] == common["counters"] == 0
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -102,15 +82,6 @@ def test_segments_without_a_kernel_are_refused(cuda: FakeDriver, names: str) -> 
     with pytest.raises(UnsupportedError, match="There may be one of any kind, and two more"):
         launch_attention(make_query(), segments, 1.0, None)
     assert not cuda.launched
-
-
-def test_rows_with_gaps_are_not_dense(cuda: FakeDriver) -> None:
-    segment = make_segment("int4-g4", 64)
-    repeated = torch.zeros(2, 2, 1, 80, dtype=torch.uint8).expand(2, 2, 64, 80)
-    by_token = torch.zeros(2, 64, 2, 80, dtype=torch.uint8).transpose(1, 2)
-    for rows, is_dense in ((repeated, False), (by_token, False), (segment.k_rows, True)):
-        launch_attention(make_query(), [segment._replace(k_rows=rows)], 1.0, None)
-        assert loaded_specs()[-1].first.dense is is_dense
 
 
 def test_rows_that_start_between_16_bytes_are_not_dense(cuda: FakeDriver) -> None:
@@ -230,14 +201,6 @@ def test_nothing_to_do_launches_nothing(cuda: FakeDriver, q: torch.Tensor, capac
     assert not cuda.launched
 
 
-def test_v_may_be_of_another_head_dim_and_q_fp16(cuda: FakeDriver) -> None:
-    k, v = make_segment("int8", head_dim=192), make_segment(head_dim=128)
-    segment = k._replace(v_rows=v.v_rows, v_format=v.v_format)
-    out, _ = launch_attention(make_query(2, 8, 192, torch.float16), [segment], 1.0, None)
-    assert (out.shape, out.dtype) == ((2, 8, 128), torch.float16)
-    assert loaded_specs()[-1].query == "fp16"
-
-
 def test_float32_queries_are_refused(cuda: FakeDriver) -> None:
     with pytest.raises(ConfigError, match="on CUDA use bfloat16 or float16"):
         launch_attention(make_query().float(), [make_segment()], 1.0, None)
@@ -297,46 +260,6 @@ def test_what_is_too_large_for_a_launch_is_refused(cuda: FakeDriver) -> None:
     long = byte.expand(1, 1, (1 << 30) + 1, 80)
     with pytest.raises(UnsupportedError, match="at most 1073741824"):
         launch_attention(make_query(1), [Segment(long, long, lens[:1], fmt, fmt)], 1.0, None)
-
-
-def test_a_call_is_prepared_once(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = []
-    prepare = launch._prepare
-
-    def note(*arguments: Any) -> Any:
-        prepared.append(arguments)
-        return prepare(*arguments)
-
-    monkeypatch.setattr(launch, "_prepare", note)
-    for _ in range(3):  # other tensors, other lengths
-        launch_attention(make_query(), [make_segment()], 1.0, None)
-    assert len(prepared) == 1 and len(cuda.launched) == 3
-    launch_attention(make_query(), [make_segment(capacity=1001)], 1.0, None)
-    launch_attention(make_query(dtype=torch.float16), [make_segment()], 1.0, None)
-    launch_attention(make_query(), [make_segment(starts=True)], 1.0, None)
-    launch_attention(make_query(), [make_segment("int4-g2")], 1.0, None)
-    launch_attention(make_query(), [make_segment()], 1.0, 2)
-    assert len(prepared) == 6
-
-
-def test_cached_launches_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "MOST_LAUNCHES", 5)
-    for capacity in range(1, 20):
-        launch_attention(make_query(), [make_segment(capacity=capacity)], 1.0, None)
-        assert len(launch._launches) <= 5
-
-
-def test_an_override_plan_is_followed_and_then_forgotten(cuda: FakeDriver) -> None:
-    q, segments = make_query(), [make_segment(capacity=8192)]
-    work = launch.describe(AttentionCall(q, segments))
-    assert (work.units, work.order, work.capacities) == (4, (0,), (8192,))
-    with launch.override_plan(Plan((5,), 2, 2), "lazy rescale"):
-        launch_attention(q, segments, 1.0, None)
-    spec = loaded_specs()[-1]
-    assert (spec.warps, spec.stages, spec.without) == (2, 2, "lazy rescale")
-    assert cuda.launched[0].grid[2] == 5
-    launch_attention(q, segments, 1.0, None)
-    assert loaded_specs()[-1].without == ""
 
 
 def test_a_launch_goes_to_the_device_of_its_tensors(
@@ -437,34 +360,6 @@ def fixed(**options: Any) -> FixedSegments:
     return FixedSegments([make_segment(), make_segment("bf16", 132, starts=True, **options)])
 
 
-def test_segments_that_stay_are_looked_at_once(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[Any] = []
-    look_at = launch._look_at
-
-    def note(segments: Sequence[Segment]) -> Any:
-        looked.append(segments)
-        return look_at(segments)
-
-    monkeypatch.setattr(launch, "_look_at", note)
-    layers, q = [fixed(), fixed()], make_query()
-    for segments in (*layers, *layers):
-        launch_attention(q, segments, 1.0, None)
-        spec = loaded_specs()[-1]
-        _, parts = unpack(spec, cuda.launched[-1].arguments)
-        for segment, part in zip(segments, parts, strict=False):
-            assert part["k_rows"] == segment.k_rows.data_ptr()
-            assert part["seq_lens"] == segment.seq_lens.data_ptr()
-            index = 0 if segment.starts is None else segment.starts.data_ptr()
-            assert part["index"] == index
-    assert looked == layers and len(launch._launches) == 1, "layers share a launch"
-    plain = cuda.launched[-1].arguments
-    launch_attention(q, list(layers[1]), 1.0, None)
-    same = [unpack(spec, one)[1] for one in (plain, cuda.launched[-1].arguments)]
-    assert same[0] == same[1]
-
-
 def test_segments_that_stay_are_launched_as_the_call_is(cuda: FakeDriver) -> None:
     segments = fixed()
     for call in (
@@ -499,28 +394,6 @@ def test_a_copy_of_segments_is_looked_at_anew(cuda: FakeDriver) -> None:
     assert len(launch._launches) == 1
 
 
-def test_segments_that_stay_follow_an_override_plan(cuda: FakeDriver) -> None:
-    segments, q = fixed(), make_query()
-    for plan in (None, Plan((5, 2), 2, 2), None):
-        with launch.override_plan(plan) if plan else contextlib.nullcontext():
-            launch_attention(q, segments, 1.0, None)
-    counts = [unpack(loaded_specs()[0], note.arguments)[1] for note in cuda.launched]
-    assert [part["splits"] for part in counts[1][:2]] == [5, 2]
-    assert counts[0] == counts[2] != counts[1]
-
-
-def test_threads_launch_the_same_segments(cuda: FakeDriver) -> None:
-    segments = fixed()
-
-    def attend(heads: int) -> None:
-        for _ in range(200):
-            out, _ = launch_attention(make_query(2, heads), segments, 1.0, 1, False)
-            assert out.shape == (2, heads, 128)
-
-    run_in_threads(attend, [8 * (1 + i % 2) for i in range(4)])
-    assert len(cuda.launched) == 800
-
-
 def test_few_launches_are_bound_to_segments(cuda: FakeDriver) -> None:
     segments = fixed()
     for heads in range(2, 4 * MOST_KINDS, 2):
@@ -530,47 +403,6 @@ def test_few_launches_are_bound_to_segments(cuda: FakeDriver) -> None:
             assert common["num_q_heads"] == heads == out.shape[1]
             assert one["k_rows"] == segments[0].k_rows.data_ptr()
         assert 1 <= len(segments.bound) <= MOST_KINDS
-
-
-def test_counts_are_those_of_the_call(cuda: FakeDriver) -> None:
-    q, segments = make_queries(3), fixed()
-    wide = torch.zeros(2, 2, dtype=torch.int32)
-    for q_lens in (counts(1, 2), counts(3, 0), None, wide[:, 0], wide[0]):
-        launch_attention(q, segments, 1.0, None, q_lens=q_lens)
-        told = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[0]["q_lens"]
-        if q_lens is None:
-            assert told == 0
-        else:
-            assert (told == q_lens.data_ptr()) is q_lens.is_contiguous()
-    assert len(launch._launches) == 3, "counts in place, none, counts with gaps"
-
-
-def test_the_check_is_told_of_the_counts(cuda: FakeDriver) -> None:
-    given: list[Any] = []
-
-    def check(call: AttentionCall) -> AttentionCall:
-        given.append((call.num_splits, call.q_lens, call.variant))
-        return call
-
-    q_lens = counts(1, 2)
-    for _ in range(2):
-        launch_attention(make_queries(3), [make_segment()], 1.0, None, True, q_lens, check=check)
-    launch_attention(make_queries(3), [make_segment()], 1.0, 2, check=check)
-    assert given == [(None, q_lens, None), (2, None, None)]
-
-
-def test_one_query_with_an_axis_takes_the_plain_kernel(cuda: FakeDriver) -> None:
-    by_head = torch.zeros(2, 16, 1, 128, dtype=torch.bfloat16)[:, ::2].transpose(1, 2)
-    three = [make_segment("bf16", 4), make_segment(), make_segment("bf16", 128, starts=True)]
-    for q in (make_queries(1), by_head):
-        out, lse = launch_attention(q, three, 1.0, None)
-        assert lse is not None and (out.shape, lse.shape) == (q.shape, q.shape[:3])
-        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-        assert not loaded_specs()[-1].causal and "q_lens" not in common
-        assert common["q_stride_batch"] == 2 * q.stride(0)
-        assert common["q_stride_head"] == 2 * q.stride(2)
-    launch_attention(make_queries(1), [make_segment()], 1.0, None, q_lens=counts(0, 1))
-    assert loaded_specs()[-1].causal
 
 
 @pytest.mark.parametrize("codec", ["int4-g4", "bf16"])
@@ -681,27 +513,6 @@ def test_ragged_queries_are_cut_once_and_have_a_launch_for_each_kind(
             starts.add(common["q_lens"])
             ends.add(common["q_lens"] + 16 * (common["batch"] + 1))
         assert len(starts) == len(attending) and len(starts & ends) == len(attending) - 1
-
-
-def test_a_strided_ragged_query_is_copied_once_for_all_kinds(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segment, q = make_segment(), make_query(40)
-    q_indptr = counts(0, *[40] * len(segment.seq_lens))
-    apart = q.new_zeros(*q.shape[:-1], 2 * q.shape[-1])[..., ::2]
-    clone, copies = torch.Tensor.clone, []
-
-    def counted(*given: Any, **options: Any) -> torch.Tensor:
-        copies.append(clone(*given, **options))
-        return copies[-1]
-
-    monkeypatch.setattr(torch.Tensor, "clone", counted)
-    launch_attention(apart, [segment], q_indptr=q_indptr)
-    _, *attending = cuda.launched
-    assert len(attending) > 1
-    specs = loaded_specs()[: len(attending)]
-    read = [unpack(spec, one.arguments)[0]["q"] for one, spec in zip(attending, specs, strict=True)]
-    assert read == [copies[0].data_ptr()] * len(attending) and len(copies) == 1
 
 
 def test_a_rehearsal_notes_both_kernels_of_wide_groups() -> None:

@@ -34,7 +34,7 @@ from mla_calls import (
 )
 from mla_cases import LIMITS, MlaCase, make_mla
 
-from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKVCache, debug
+from kvquant import LatentFormat, LatentPagedBatch, LatentPagedKVCache, debug
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
@@ -209,65 +209,6 @@ def test_several_queries_of_several_segments() -> None:
     case = make_mla(AIM, 5, (60, 1), exact="bf16", sinks=5, q_lens=(3, 2), **HALF)
     case.segments.reverse()  # the first one has the sinks
     simulate(case, stages=2)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_a_cache_steps_as_on_the_cpu() -> None:
-    """Slots, rows and attention of a LatentKVCache, by their kernels."""
-    options: dict[str, Any] = {"fmt": "int8-g4", "latent_dim": 256, "rope_dim": 32}
-    options |= {"sink_len": 1, "recent_len": 3, "rollback_len": 2}
-    caches: list[Any] = [LatentKVCache(1, 2, 40, **options) for _ in range(2)]
-    here, there = caches
-    for count, new_lens in ((7, (7, 2)), (1, (1, 1)), (2, (2, 2))):
-        new = [torch.randn(2, 1, count, dim).bfloat16() for dim in (256, 32)]
-        q = [torch.randn(2, count, 3, dim).bfloat16() for dim in (256, 32)]
-        lens = torch.tensor(new_lens, dtype=torch.int32)
-        here.append(0, *new, lens)
-        exact = [x.float() for x in q]
-        how: dict[str, Any] = {"sm_scale": 0.07, "return_lse": True}
-        wanted = here.attend(0, *exact, lens, **how, backend="reference")
-        tensors = [*there._tensors(), there.bad_rows, there.overflow_tokens, lens, *new, *q]
-        with in_shape(tensors, stages=2), as_on_cuda():
-            there.append(0, *new, lens)
-            found = there.attend(0, *q, lens, **how, num_splits=1)
-        out, lse = (x.double() for x in wanted)
-        assert float((found[0].double() - out).norm() / out.norm()) < LIMITS[torch.bfloat16]
-        torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
-        for one, other in zip(here._tensors(), there._tensors(), strict=True):
-            assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_a_paged_cache_steps_as_on_the_cpu() -> None:
-    """Rows in pages and sequence slots, and attention of a LatentPagedBatch, by their kernels."""
-    options: dict[str, Any] = {"fmt": "int8-g4", "latent_dim": 256, "rope_dim": 32}
-    options |= {"sink_len": 1, "recent_len": 3, "page_size": 16, "max_seq_len": 40}
-    caches = [LatentPagedKVCache(1, 8, max_num_seqs=3, **options) for _ in range(2)]
-    here, there = (LatentPagedBatch(cache, 2, 30) for cache in caches)
-    for cache in caches:
-        for stack in stacks_of(cache):
-            stack.fill_(0xFF)  # NaN
-        for name in "cab":  # so that sequence slots are not places of the batch
-            cache.allocate(name)
-    for counts, axes in (((22, 2), (3,)), ((1, 1), (1, 3)), ((2, 1), (2, 3))):
-        new = [torch.randn(sum(counts), 1, dim).bfloat16() for dim in (256, 32)]
-        q = [torch.randn(2, *axes, dim).bfloat16() for dim in (256, 32)]
-        how: dict[str, Any] = {"sm_scale": 0.07, "return_lse": True}
-        with here.extend(["a", "b"], counts):
-            here.append(0, *new)
-            exact = [x.float() for x in q]
-            wanted = here.attend(0, exact[0], exact[1], **how, backend="reference")
-        tensors = stacks_of(there.cache), there._staged.tensors, there.cache.bad_rows, new, q
-        with there.extend(["a", "b"], counts), in_shape(*tensors, stages=2), as_on_cuda():
-            there.append(0, *new)
-            found = there.attend(0, q[0], q[1], **how, num_splits=1)
-        out, lse = (x.double() for x in wanted)
-        assert float((found[0].double() - out).norm() / out.norm()) < LIMITS[torch.bfloat16]
-        torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
-        for one, other in zip(*map(stacks_of, caches), strict=True):
-            assert torch.equal(one, other)
 
 
 @pytest.mark.slow
@@ -640,13 +581,6 @@ def test_a_rehearsal_cuts_work_as_a_call_does(name: str, monkeypatch: pytest.Mon
         assert found[0] == found[1] == found[2]
 
 
-def test_splits_fill_the_gpu_but_not_more_than_pays() -> None:
-    assert launching.splits_of(64, 8192, 132, 96) == 2
-    assert launching.splits_of(200, 8192, 132, 96) == 1
-    assert launching.splits_of(1, 1 << 15, 132, 96) == 132
-    assert launching.splits_of(1, 64, 132, 32) == 1
-
-
 def test_every_format_fits_every_gpu() -> None:
     for arch, gpu in GPUS.items():
         for name in FORMATS:
@@ -701,34 +635,6 @@ def test_other_sizes(name: str, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", RAW, ids=str)
-def test_rows_of_flash_mla_with_scales_of_any_size_on_a_gpu(options: dict[str, Any]) -> None:
-    for heads in (16, 64):
-        for lens in ((3000, 700), (100,)):
-            case = make_mla("fp8", heads, lens, raw_scales=True, device="cuda", **options)
-            compare_on_gpu(case)
-            if torch.cuda.get_device_capability() == launching.WARPGROUPS:
-                compare_many_heads(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [1, 16, 20, 32, 64, 128])
-def test_heads(heads: int) -> None:
-    for name in (AIM, "bf16"):
-        for num_splits in (None, 1, 3):
-            case = make_mla(name, heads, (777, 5), page_size=16, device="cuda")
-            compare_on_gpu(case, num_splits=num_splits)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("q_lens", [(1, 1, 0), (2, 1, 2), (4, 4, 3)], ids=str)
-def test_queries(q_lens: tuple[int, ...]) -> None:
-    for heads in (8, 16, 64):
-        for lens in ((500, 2, 33), (3, 0, 4000)):
-            compare_on_gpu(make_mla(AIM, heads, lens, q_lens=q_lens, device="cuda"))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("q_lens", [None, (2, 1, 0, 2), (4, 4, 3, 1)], ids=str)
 def test_segments(q_lens: tuple[int, ...] | None) -> None:
     lens, recent = (5000, 900, 70, 3), (128, 60, 128, 1)
@@ -746,19 +652,6 @@ def test_segments(q_lens: tuple[int, ...] | None) -> None:
     for kept in (recent, None):
         options = {"exact": "bf16", "recent": kept, "q_lens": q_lens, "in_slots": True}
         compare_on_gpu(make_mla(AIM, 16, lens, sinks=4, page_size=64, device="cuda", **options))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 31, 96, 97, 8192, 40000])
-def test_lengths(tokens: int) -> None:
-    for name in (AIM, "int8-g4+bf16"):
-        compare_on_gpu(make_mla(name, 16, (tokens,), device="cuda"))
-
-
-@pytest.mark.gpu
-def test_tiny_large_and_peaked_numbers_on_a_gpu() -> None:
-    for scale, q_scale in ((1e-4, 100.0), (1e3, 1e-3), (1.5, 20.0)):
-        compare_on_gpu(make_mla(AIM, 16, (3000,), scale=scale, q_scale=q_scale, device="cuda"))
 
 
 @pytest.mark.gpu

@@ -34,7 +34,6 @@ from mla_calls import (
 from mla_cases import make_mla
 
 from kvquant import LatentFormat
-from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
@@ -235,15 +234,6 @@ def test_many_heads_of_few_sequences_take_fewer_splits_in_place_of_the_other_ker
         assert grid is None or note.grid == grid
 
 
-def test_splits_of_many_heads_are_long_enough() -> None:
-    assert launching.wide_splits_of(132, 131072) == 128, "as long as of 132: 16 tiles"
-    assert launching.wide_splits_of(132, 1 << 30) == 132
-    assert launching.wide_splits_of(66, 32768) == 64
-    assert launching.wide_splits_of(132, 32768) == 64
-    assert launching.wide_splits_of(132, 25000) == 0, "too few blocks"
-    assert launching.wide_splits_of(1, 512) == 1 and launching.wide_splits_of(1, 511) == 0
-
-
 # On a GPU
 
 
@@ -278,13 +268,3 @@ def test_long_rows_of_many_heads_beside_a_short_ring(q_lens: tuple[int, ...] | N
     lens, recent = (5000, 900, 70, 3), (128, 60, 128, 1)
     case = make_mla(AIM, 128, lens, exact="bf16", recent=recent, q_lens=q_lens, device="cuda")
     assert compare_by({}, case, *WIDE) == {MlaSpec, WideMlaSpec}
-
-
-@pytest.mark.gpu
-@needs_warpgroups
-@pytest.mark.parametrize("name", [AIM, "int8-g4+bf16", "fp8", "bf16"])
-def test_tiny_large_and_peaked_numbers_for_many_heads(name: str) -> None:
-    for scale, q_scale in ((1e-4, 100.0), (1e3, 1e-3), (1.2e4, 1e-4), (1.5, 20.0)):
-        case = make_mla(name, 64, (3000,), scale=scale, q_scale=q_scale, device="cuda")
-        compare_many_heads(case)
-    compare_many_heads(make_mla(name, 64, (3000,), rope_scale=1000.0, device="cuda"))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import multiprocessing
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path as FilePath
 
@@ -37,7 +35,6 @@ from kvquant.kernels.cuda.decode.spec import (
     MMA_COLUMNS,
     MOST_COLUMNS,
     MOST_SHARERS,
-    TILE,
     DecodeSpec,
     Path,
     columns_of,
@@ -47,7 +44,7 @@ from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
 
 sys.path.insert(0, str(FilePath(__file__).parents[2] / "benchmarks"))
-from bench_tune import candidates, save_table, tuned_row
+from bench_tune import save_table, tuned_row
 
 A100 = GPU("NVIDIA A100", (8, 0), 108, 167936, 166912)
 RTX_4090 = GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 102400, 101376)
@@ -123,17 +120,6 @@ def test_wide_groups_and_several_queries_have_plans_that_fit(
     assert kernel.rings_at + kernel.asked_at + copies <= kernel.shared_bytes
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=str)
-@pytest.mark.parametrize("columns", [8, 16])
-def test_several_queries_cost_no_block_its_place(columns: int, gpu: GPU) -> None:
-    for name, exact_segments in itertools.product(["int4-g4", "int8-g4", "bf16"], [False, True]):
-        plain = replace(make_spec(name, exact_segments=exact_segments), columns=columns)
-        for one in kernels(plain, gpu):
-            causal = replace(one.spec, causal=True)
-            assert causal.shared_bytes - one.spec.shared_bytes == 4 * columns * causal.warps
-            assert fit(causal, gpu).blocks == one.blocks
-
-
 @given(names, gpus, shapes)
 def test_no_other_number_of_splits_is_cheaper_by_much(
     name: str, gpu: GPU, shape: tuple[int, int]
@@ -184,17 +170,6 @@ def test_many_sequences_that_fill_whole_waves_are_not_split() -> None:
 def test_short_sequences_are_not_split() -> None:
     assert plan(make_spec(), H200, 1, [100]).splits == (1,)
     assert plan(make_spec(), H200, 1, [1]).splits == (1,)
-
-
-@given(st.integers(1, 300))
-def test_longer_sequences_never_get_fewer_splits_when_alone(tiles: int) -> None:
-    spec = make_spec()
-    kernel = fit(replace(spec, warps=4, stages=3), H200)
-    shorter, longer = (
-        plan(kernel.spec, H200, 1, [n * kernel.steps[0]], registers=130).splits[0]
-        for n in (tiles, 4 * tiles)
-    )
-    assert shorter <= longer
 
 
 @given(st.integers(1, 1 << 40), shapes)
@@ -270,16 +245,6 @@ def test_blocks_have_as_many_warps_as_fit() -> None:
     assert max(one.spec.warps for one in kernels(make_spec("bf16", 256), RTX_4090)) < 4
 
 
-def test_candidates_are_distinct_and_fit() -> None:
-    for units, capacity in ((1, 1024), (64, 8192), (2048, 8192)):
-        found = list(candidates(make_spec(), H200, units, [capacity]))
-        assert len(found) == len(set(found)) >= 5
-        assert {one.warps for one in found} >= {4, 8}
-        for one in found:
-            assert fit(spec_of(make_spec(), one), H200).blocks
-            assert 1 <= one.splits[0] <= -(-capacity // (TILE * one.warps))
-
-
 @given(names, st.integers(1, 1024), st.integers(1, 1 << 17))
 def test_a_gpu_whose_bandwidth_is_unknown_is_planned_as_an_h200(
     name: str, units: int, capacity: int
@@ -343,18 +308,6 @@ def row(units: int, capacity: int = 8192, splits: int = 1) -> Tuned:
     return Tuned("NVIDIA H200", "int4-g4/128", "int4-g4/128", units, capacity, splits, 4, 3)
 
 
-def test_lookup_takes_the_nearest_by_logarithm() -> None:
-    rows = [row(32), row(40), row(32, 2048)]
-    formats = ("int4-g4/128", "int4-g4/128")
-    assert lookup(rows, "NVIDIA H200", *formats, 35, 8192) is rows[0]
-    assert lookup(rows, "NVIDIA H200", *formats, 37, 8192) is rows[1]
-    assert lookup(rows, "NVIDIA H200", *formats, 35, 3000) is rows[2]
-    for units, capacity in ((26, 8192), (49, 8192), (32, 1000), (32, 20_000)):
-        assert lookup(rows, "NVIDIA H200", *formats, units, capacity) is None
-    assert lookup(rows, "NVIDIA H100", *formats, 32, 8192) is None
-    assert lookup(rows, "NVIDIA H200", *formats, 32, 8192, 64) is None
-
-
 def test_plans_that_are_shipped_stand_behind_the_users(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,27 +338,6 @@ def test_shipped_plans_are_followed() -> None:
             assert chosen == Plan((one.splits,), one.warps, one.stages)
 
 
-def test_a_table_is_read_as_it_was_saved_and_rows_are_replaced(tmp_path: FilePath) -> None:
-    path = tmp_path / "folder" / "tuned.json"
-    assert load_table(path) == ()
-    assert save_table([row(8), row(32)], path) == path
-    save_table([row(8, splits=5), row(64)], path)
-    assert set(load_table(path)) == {row(8, splits=5), row(32), row(64)}
-    assert {one.name for one in path.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
-
-
-def test_the_table_lies_in_the_users_cache_folder(
-    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KVQUANT_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert save_table([row(8)]) == tmp_path / "xdg" / "kvquant" / "tuned.json"
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "own"))
-    assert load_table() == ()
-    assert save_table([row(16)]) == tmp_path / "own" / "tuned.json"
-    assert load_table() == (row(16),)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -432,50 +364,6 @@ def test_a_damaged_table_is_warned_of_and_not_used(tmp_path: FilePath, text: str
     if '"version": 2' not in text:  # which is a newer one
         save_table([row(8)], path)
         assert load_table(path) == (row(8),)
-
-
-def test_a_newer_table_is_left_as_it_is(tmp_path: FilePath) -> None:
-    path = tmp_path / "tuned.json"
-    text = '{"version": 2, "rows": [{"of": "another form"}]}'
-    path.touch(mode=0o600)
-    path.write_text(text)
-    for rows in ([], [row(8)]):
-        with pytest.raises(ConfigError, match=r"version 2, this kvquant writes 1: use the newer"):
-            save_table(rows, path)
-    assert path.read_text() == text
-
-
-def save_one_by_one(path: FilePath, first: int) -> None:
-    for units in range(first, first + 20):
-        save_table([row(units)], path)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")  # the children touch files only
-def test_processes_that_save_at_once_lose_no_rows(tmp_path: FilePath) -> None:
-    path = tmp_path / "tuned.json"
-    fork = multiprocessing.get_context("fork")
-    processes = [
-        fork.Process(target=save_one_by_one, args=(path, first)) for first in range(1, 81, 20)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    assert {one.units for one in load_table(path)} == set(range(1, 81))
-
-
-def test_threads_that_save_at_once_lose_no_rows(tmp_path: FilePath) -> None:
-    path = tmp_path / "tuned.json"
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda units: save_table([row(units)], path), range(1, 41)))
-    assert {one.units for one in load_table(path)} == set(range(1, 41))
-
-
-def test_a_table_that_cannot_be_written_is_refused(tmp_path: FilePath) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="KVQUANT_CACHE_DIR"):
-        save_table([row(8)], tmp_path / "file" / "tuned.json")
 
 
 def test_a_table_that_others_can_have_written_is_not_used(tmp_path: FilePath) -> None:

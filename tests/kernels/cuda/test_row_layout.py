@@ -36,11 +36,6 @@ def test_eight_rows_share_no_bank_or_are_as_long_as_in_memory(fmt: RowFormat) ->
         assert row.stride == row.prefix + fmt.code_bytes == -(-fmt.row_bytes // UNIT) * UNIT
 
 
-def test_rows_of_6_and_10_units_are_not_padded() -> None:
-    rows = [StagedRow(RowFormat.parse(name, 128)) for name in ("int4-g8", "int8-g8", "bf16")]
-    assert [row.stride for row in rows] == [96, 160, 272]
-
-
 @pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
 def test_codes_are_aligned_and_copies_fill_the_row(fmt: RowFormat) -> None:
     row = StagedRow(fmt)
@@ -60,19 +55,6 @@ def test_codes_are_aligned_and_copies_fill_the_row(fmt: RowFormat) -> None:
     assert row.chunks * row.span * (16 if fmt.is_exact else fmt.bits) <= 16 * 8 * row.chunks * (
         2 if fmt.is_exact else 1
     )
-
-
-def test_the_rows_of_the_issue_are_supported() -> None:
-    names = {str(fmt) for fmt in formats() if fmt.head_dim == 128}
-    assert names >= {"int4", "int4-g2", "int4-g4", "int4-g8", "int8", "int8-g4", "fp8", "fp8-g4"}
-    assert names >= {"bf16", "fp16"}
-
-
-def test_an_80_byte_row_is_its_own_padding() -> None:
-    assert StagedRow(RowFormat.parse("int4-g4", 128)).stride == 80
-    assert StagedRow(RowFormat.parse("int4", 128)).stride == 80
-    assert StagedRow(RowFormat.parse("bf16", 128)).stride == 272
-    assert StagedRow(RowFormat.parse("bf16", 128), padded=False).stride == 256
 
 
 def test_groups_that_do_not_line_up_are_refused() -> None:

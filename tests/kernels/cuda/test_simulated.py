@@ -1,4 +1,4 @@
-"""The decode kernel's own code in numba's simulator, against the reference. Needs no GPU.
+"""The decode kernel's own code in numba's simulator, against the reference; and on a GPU.
 
 pytest -m "" tests/kernels/cuda/test_simulated.py    # all cases
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cuda_cases import check_on_gpu
+from decode_cases import Case
 from simulator_cases import of, run_selected
 from slow_cases import mark_slow
 
@@ -391,3 +393,9 @@ def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
     assert "problem" not in result, result["problem"]
     assert result["out"] <= LIMITS[case.get("query", "bf16")]
     assert result["lse"] <= LSE_LIMIT * max(1.0, case.get("q_scale", 1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [name for name in CASES if "made-up" not in name])
+def test_the_kernel_on_a_gpu(case: str) -> None:
+    check_on_gpu(Case(**CASES[case]))

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import CPU, STREAM, install, note_devices
 from in_simulator import SIMULATED, in_simulator
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 
@@ -98,15 +97,3 @@ def test_slots_may_be_larger_than_32_bits() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 def test_machine_code_spills_nothing(arch: str) -> None:
     assert compile_spec(SlotSpec(), arch).report.stack_bytes == 0
-
-
-def test_a_launch_goes_to_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install(monkeypatch)
-    entered = note_devices(monkeypatch)
-    at = make_layer(SPLITS["both"], 2)
-    overflow, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 4)
-    for _ in range(2):
-        launcher.place_tokens(at.lens, at.sizes, None, 1, overflow, room)
-    assert entered == [CPU, CPU]
-    kinds = {(note.grid, note.block, note.stream) for note in cuda.launched}
-    assert kinds == {((2, 1, 1), (512, 1, 1), STREAM)} and len(cuda.launched) == 2

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from append_cases import Case, append, differences, expected, launch_append, make_call, results
+from append_cases import Case, append, differences, launch_append, make_call, results
 from fake_cuda import FakeDriver, arguments_of, loaded_specs
 
 from kvquant import KVCache, RowFormat
 from kvquant.kernels.cuda.append import launch as appending
-from kvquant.kernels.cuda.append.spec import AppendSpec, Side, StepSpec, TileLayout
+from kvquant.kernels.cuda.append.spec import Side, StepSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.rows.basis import Basis, LayerBasis, Queries
@@ -96,18 +95,6 @@ def test_it_overlaps_the_launch_that_finds_the_slots(
     )
 
 
-def test_tiles_of_the_feedback_matrix_lie_apart() -> None:
-    for head_dim in (64, 80, 96, 112, 128):
-        layout = TileLayout(head_dim)
-        seen: set[int] = set()
-        for tile, row in itertools.product(range(layout.tiles), range(16)):
-            first = layout.place_of(tile) + layout.stride * row
-            taken = set(range(first, first + 64 * (tile + 1), 4))
-            assert not seen & taken and max(taken) < layout.nbytes
-            seen |= taken
-        assert layout.stride % 32 == 16
-
-
 SPECS = [
     ("int4-g4", "sm_90", {"k_matrix": True, "v_matrix": True, "query": "bf16"}),
     ("int8", "sm_100", {"k_matrix": True, "v_matrix": True, "k_feedback": True, "query": "bf16"}),
@@ -130,11 +117,6 @@ def test_machine_code_spills_nothing(name: str, arch: str, changes: dict[str, An
     assert report.stack_bytes == 0, "spilled, or arrays in local memory"
     assert report.registers <= 168, "a block has room beside one of attention"
     assert spec.shared_bytes <= 99 << 10
-
-
-def test_the_plain_kernel_has_no_arguments_of_a_step() -> None:
-    names = [name for name, _ in AppendSpec.arguments]
-    assert names == [name for name, _ in StepSpec.arguments][:-1]
 
 
 # On a GPU
@@ -209,13 +191,3 @@ def test_a_step_and_a_prompt_give_the_same_bytes(
         append(**own)
         rows.append(results(own))
     assert not differences(*rows)
-
-
-@pytest.mark.gpu
-def test_hostile_rows_are_those_of_the_reference() -> None:
-    for feedback in ("", "kv"):
-        case = Case(matrix="kv", feedback=feedback, heads=2, tokens=14, hostile=True, exact="bf16")
-        call = make_call(case, "cuda")
-        wanted = expected(call)
-        append(**call)
-        assert not differences(results(call), wanted)
