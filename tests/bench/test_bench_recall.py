@@ -21,8 +21,6 @@ from evaluations import Evaluations, of_models, read_runs, tables, text_of, toge
 from kvquant.cli.demo import MODEL
 from kvquant.evaluation.evaluate import Sizes
 from kvquant.evaluation.statistics import paired
-from kvquant.hf.model import CachedModel
-from kvquant.io.plan import CachePlan
 
 SMALL = ["--format", "int8", "--format", "int4", "--no-plans", "--no-peers", "--length", "256"]
 SMALL += ["--window", "0/0", "--window", "4/64", "--task", "keys", "--task", "variables"]
@@ -67,18 +65,6 @@ def test_what_the_model_cannot_do_is_asked_of_no_cache(tmp_path: Path) -> None:
     (screened,) = read_runs(tmp_path / "recall.json")
     assert screened["retrieval"]["256"]["keys"]["exact"] < 0.95
     assert printed.count("seed 0") == 1
-
-
-@pytest.mark.slow
-def test_plans_and_peers_are_made_on_the_spot() -> None:
-    model = CachedModel.from_pretrained(MODEL)
-    tokens = bench_recall.sheets(model, 256, 1500)[:1500]
-    found = bench_recall.all_caches(model, ["int8"], ["int4", "int8"], True, tokens, 256)
-    assert [str(one) for one in found][:3] == ["int8", "plan int4", "plan int8"]
-    plan: CachePlan = found[1].plan  # type: ignore[union-attr]
-    assert plan.bits == 4.25 and plan.facts["observed_tokens"] <= 1500
-    windows = {str(bench_recall.with_window(one, (4, 64))).partition(" + ")[2] for one in found}
-    assert windows == {"4 sinks, 64 recent"} and len(found) == 11
 
 
 def run_of(
@@ -164,18 +150,6 @@ def test_points_are_shown_where_16_bit_can_do_it() -> None:
     assert rows[0][2:] == ["96.0 %"] * 2 and rows[2][2:] == ["-6.0 ± 1.0", "-56.0 ± 1.0"]
     lost = one.lost((0, 0))
     assert lost["c0"] == pytest.approx((21.0, 46.0)) and lost["c1"] == pytest.approx((31.0, 56.0))
-
-
-def test_seeds_are_added_and_repeats_are_not() -> None:
-    kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
-    runs = [
-        {**run_of("m", 128, {"keys": [share]}, seed=seed), "kl": {"128": [kl]}}
-        for seed, share in ((0, 0.9), (1, 1.0), (1, 1.0))
-    ]
-    one = Evaluations("m", runs)
-    (cell,) = one.cells.values()
-    assert cell.answers == 200 and cell.given == pytest.approx(0.95)
-    assert one.kl[(0, 0), "c0", 128] == kl  # the text is the same for all seeds
 
 
 def test_the_page_shows_what_all_models_lost(
