@@ -129,16 +129,6 @@ def test_streamers_get_the_text(
     assert text.rstrip("\n") == wanted and len(wanted) > len(TEXT)
 
 
-def test_a_static_cache_of_transformers_attends_by_sdpa(model: Any, tokenizer: Any) -> None:
-    batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="left", return_tensors="pt")
-    options, found = {"max_new_tokens": 8, "do_sample": False}, []
-    for name in ("sdpa", "kvquant"):
-        model.set_attn_implementation(name)
-        past = transformers.StaticCache(config=model.config, max_cache_len=40)
-        found.append(model.generate(**batch, **caching(past), **options))
-    assert torch.equal(*found)
-
-
 def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> None:
     batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="right", return_tensors="pt")
     with pytest.raises(ConfigError, match=r"For generate pad prompts on the left \(tokenizer"):

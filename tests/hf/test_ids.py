@@ -20,7 +20,6 @@ from hf_cases import FP16, by_kvquant, caching, random_module, tiny, tokens  # n
 from kvquant.hf.argument import ARGUMENT  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
-BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 6,
     "do_sample": False,
@@ -233,18 +232,6 @@ def test_what_cannot_be_known_is_taken_for_the_text(llama: Any, tmp_path: Path) 
         with pytest.raises(ConfigError, match=OTHER):
             llama.generate(torch.cat([found + 1, found], dim=1), **caching(one), **OPTIONS)
         llama.generate(torch.cat([found, prompt], dim=1), **caching(one), **OPTIONS)
-
-
-def test_a_pipeline_with_a_second_text_raises() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        BUNDLED, attn_implementation="kvquant"
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
-    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    past = QuantizedCache(model)
-    pipe("Nero", **caching(past), max_new_tokens=3)
-    with pytest.raises(ConfigError, match=OTHER):
-        pipe("The city of Manila was founded in a year", **caching(past), max_new_tokens=3)
 
 
 def test_generate_without_our_cache_is_that_of_transformers(llama: Any) -> None:

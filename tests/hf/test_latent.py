@@ -32,7 +32,6 @@ from hf_cases import (  # noqa: E402
     WITH_LOGITS,
     RoundedCache,
     assert_answers,
-    assert_likeliest,
     caching,
     hands_latents,
     needs_latents,
@@ -128,16 +127,6 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 
 
 @needs_latents
-@pytest.mark.parametrize(
-    "rows", [{"fmt": "fp16"}, {"fmt": "int4-g4", "sink_len": 4, "recent_len": 64}], ids=str
-)
-def test_rows_in_16_bit_are_exact(rows: dict[str, Any], model: CachedModel) -> None:
-    """Those of a 16-bit format, and sinks and recent tokens of any."""
-    cache = model.new_cache(2, 64, **(FP16_LATENTS | rows))
-    assert error(read(model, cache), plain(model, RoundedCache)) < TOLERANCE
-
-
-@needs_latents
 def test_a_model_in_bf16_is_as_near_to_float32_as_by_transformers() -> None:
     model = deepseek(**DENSE)
     model.model.bfloat16()
@@ -160,14 +149,6 @@ def test_fewer_bits_cost_more() -> None:
         kl = torch.nn.functional.kl_div(given, wanted, log_target=True, reduction="none")
         found.append(float(kl.sum(-1).mean()))
     assert found[0] < 1e-5 < found[1] < 1e-3 < found[2] < 0.5
-
-
-@needs_latents
-@pytest.mark.parametrize("chunk", [1, 4, None])
-def test_chunks_do_not_matter(chunk: int | None, model: CachedModel) -> None:
-    wanted = read(model, model.new_cache(2, 64, **FP16_LATENTS))
-    given = read(model, model.new_cache(2, 64, **FP16_LATENTS), chunk)
-    assert error(given, wanted) < TOLERANCE
 
 
 @needs_latents
@@ -245,24 +226,6 @@ def test_memory_that_is_not_in_use_is_not_read(model: CachedModel) -> None:
 
 
 @needs_latents
-def test_generate_chooses_the_likeliest_tokens() -> None:
-    text, model = texts(), deepseek(**DENSE)
-    cache = model.new_cache(2, 64, **FP16_LATENTS)
-    for token in model.generate(cache, model.prefill(cache, text), 8).unbind(1):
-        assert_likeliest(model.plain(text), token)
-        text = torch.cat([text, token[:, None]], dim=1)
-
-
-@needs_latents
-def test_a_cropped_cache_goes_on_as_before(model: CachedModel) -> None:
-    cache, text = model.new_cache(2, 64, recent_len=8), texts()
-    first = read(model, cache)
-    cache.crop(torch.tensor(LENS))
-    again = torch.stack([model.step(cache, x) for x in text[:, LENS[0] :].unbind(1)])
-    assert torch.equal(again, first[1:])
-
-
-@needs_latents
 @pytest.mark.parametrize("fmt", ["int8-g4", "int4-g8+fp8-g4"])
 def test_a_saved_cache_goes_on_with_the_same_tokens(
     fmt: str, model: CachedModel, tmp_path: Path
@@ -297,19 +260,6 @@ def test_generate_of_transformers_takes_a_quantized_cache(options: dict[str, Any
         found = model.generate(text, **caching(cache), **given, **WITH_LOGITS)
         assert_answers(model, found, mask)
         assert isinstance(cache.kv, LatentKVCache)
-
-
-@needs_latents
-@pytest.mark.slow
-def test_a_compiled_model_attends_outside_of_graphs(model: CachedModel) -> None:
-    step: Any = torch.compile(model.model.forward, backend="eager")
-    own = model.new_cache(2, 64, **FP16_LATENTS)
-    wanted = [model.prefill(own, texts()[:, :9]), model.step(own, texts()[:, 9])]
-    model.model.set_attn_implementation("kvquant")
-    cache = QuantizedCache(model.model, **FP16_LATENTS)
-    for part, logits in zip((texts()[:, :9], texts()[:, 9:10]), wanted, strict=True):
-        assert error(step(part, **caching(cache)).logits[:, -1], logits) < TOLERANCE
-    model.model.set_attn_implementation("sdpa")
 
 
 @needs_latents

@@ -53,11 +53,27 @@ def lengths(cache: KVCache) -> list[list[int]]:
     return [at.seq_lens.tolist() for at in cache.layers]
 
 
-@pytest.mark.parametrize("lens", [[3.9, 7.2], torch.ones(2, dtype=torch.bool), [True, False]])
-def test_lens_are_whole_numbers(lens: Any, model: CachedModel) -> None:
+WHOLE, OF_1_TO_20 = r"lens is .*: use whole numbers", r"give \[2\] of 1 to 20"
+
+
+@pytest.mark.parametrize(
+    ("lens", "columns", "error", "message"),
+    [
+        ([3.9, 7.2], 20, ConfigError, WHOLE),
+        (torch.ones(2, dtype=torch.bool), 20, ConfigError, WHOLE),
+        ([True, False], 20, ConfigError, WHOLE),
+        ([0, 4], 20, ShapeError, OF_1_TO_20),
+        ([21, 4], 20, ShapeError, OF_1_TO_20),
+        (None, 40, ShapeError, "40 tokens do not fit"),
+    ],
+    ids=str,
+)
+def test_lens_are_whole_numbers(
+    lens: Any, columns: int, error: type[KVQuantError], message: str, model: CachedModel
+) -> None:
     cache = model.new_cache(2, 32)
-    with pytest.raises(ConfigError, match=r"lens is .*: use whole numbers"):
-        model.prefill(cache, tokens(2, 20), lens)
+    with pytest.raises(error, match=message):
+        model.prefill(cache, tokens(2, columns), lens)
     assert lengths(cache) == [[0, 0]] * 2
     model.prefill(cache, tokens(2, 20), torch.tensor([3, 7], dtype=torch.int32))
     assert lengths(cache) == [[3, 7]] * 2
@@ -419,14 +435,20 @@ def test_windows_are_those_of_all_layers() -> None:
     assert tiny("Gemma3nText", **GEMMA3N).shared_layers() == {2: 0, 3: 1}
 
 
-def test_rows_that_are_bad_are_told_before_a_step(
+def test_rows_that_are_bad_are_told_before_a_prompt_or_a_step(
     model: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    cache = model.new_cache(1, 64)
     rows = torch.full((1, 2, 3, 64), torch.nan)
-    for index in range(2):
-        cache.append(index, rows, rows)
-    with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
-        model.step(cache, tokens(1))
-    assert lengths(cache) == [[3], [3]]
+    calls: list[Callable[[KVCache], Any]] = [
+        lambda cache: model.step(cache, tokens(1)),
+        lambda cache: model.prefill(cache, tokens(1, 8), append=True),
+    ]
+    for call in calls:
+        cache = model.new_cache(1, 64)
+        for index in range(2):
+            cache.append(index, rows, rows)
+        with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
+            call(cache)
+        assert lengths(cache) == [[3], [3]]
+    assert cache.bad_rows.tolist() == [0, 0]

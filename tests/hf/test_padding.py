@@ -377,11 +377,6 @@ def test_the_first_token_tells_its_position(llama: Any) -> None:
     assert past.kv is not None and past.kv.start_positions.tolist() == [5, 5]
 
 
-def test_generate_without_use_cache_is_told(llama: Any) -> None:
-    with pytest.raises(ConfigError, match="give use_cache=True"):
-        llama.generate(tokens(3, 24), **caching(QuantizedCache(llama)), use_cache=False, **OPTIONS)
-
-
 def mostly_padding(model: Any) -> QuantizedCache:
     """A batch of which one sequence has lost its tokens, and has its padding left."""
     past = QuantizedCache(model, **ROWS)
