@@ -153,14 +153,6 @@ def test_rows_without_their_backend_are_refused(name: str, monkeypatch: pytest.M
             assert entry.get_class() is VllmConfig
 
 
-def test_vllm_imports_modules_by_the_paths_of_amds_entries() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    plugin.register()
-    path = AttentionBackendEnum.ROCM_AITER_FA.get_path(include_classname=False)
-    assert path == "vllm.v1.attention.backends.rocm_aiter_fa"
-
-
 LATENT_ROWS = {"additional_config": {"kvquant": {"format": "fp8"}}}
 
 
