@@ -76,14 +76,6 @@ def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]
     assert choice.fastest == choice.formula and choice.measured <= 4
 
 
-def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
-    one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
-    fastest = bench_tune.fastest
-    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, 8.0)}, two) == one
-    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}, two) == one
-    assert fastest({one: Times(10.0, None), three: Times(9.0, None)}, one) == three
-
-
 def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
     one, two = (Plan((1,), warps, 3) for warps in (4, 8))
     for gain, chosen in ((1.02, one), (1.05, two)):

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,19 +60,6 @@ def test_wrong_results_are_named_and_not_timed(capsys: pytest.CaptureFixture[str
     found = peers.measure(replace(peers.PEERS[0], prepare=prepare), at, FakeTimer())  # type: ignore[arg-type]
     assert found is not None and found["kernel"] == "right"
     assert "wrong: AssertionError: relative error 1.0e+00 is over 0.005" in capsys.readouterr().out
-
-
-def test_rows_of_ours_are_those_of_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "fbgemm_gpu.experimental.gen_ai"
-    monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    at = peers.make_inputs("8:1x64x2", CPU)
-    monkeypatch.setattr(torch.ops.fbgemm, "gqa_attn_splitk", print, raising=False)
-    ready = peers.prepare_fbgemm("int4-g4", at)
-    given = ready.calls["4 splits"].args[0].args  # type: ignore[attr-defined]
-    assert given[0].shape == (2, 1, 8, 128) and given[1].shape == (2, 64, 1, 80)
-    assert given[3].tolist() == [63, 63] and given[5] == 4
-    with pytest.raises(ValueError, match="one KV head"):
-        peers.prepare_fbgemm("int4-g4", peers.make_inputs("4:2x64x1", CPU))
 
 
 def test_json_says_what_was_measured_and_where(

@@ -31,7 +31,6 @@ from peer_caches import (
     shipped,
 )
 from peer_schemes import kivi, kivi_keys, kivi_values
-from public_models import Sampled
 from public_tables import AGAIN, at_most, losses
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
@@ -200,16 +199,6 @@ def test_sliding_layers_stay_where_a_project_leaves_them(tokens: torch.Tensor) -
     reference = PeerReference(sliding, tokens[:, :180], 170)
     kl = {name: reference.measure(one)["kl"] or 0.0 for name, one in every.items()}
     assert 0 < kl["llama.cpp q8_0"] < kl["llama.cpp q4_0"]
-
-
-def test_random_numbers_are_the_problems_own() -> None:
-    scores = torch.randn(3, 50).expand(3, 50)
-    one = Sampled([7, 8, 9], 1, "cpu")
-    first, second = one(torch.empty(0), scores), one(torch.empty(0), scores)
-    alone = Sampled([8], 1, "cpu")
-    assert torch.equal(alone(torch.empty(0), scores[1:2])[0], first[1])
-    assert not torch.equal(first, second)
-    assert not torch.equal(Sampled([7, 8, 9], 2, "cpu")(torch.empty(0), scores), first)
 
 
 def row(cache: str, sample: int, passed: str, **more: Any) -> dict[str, Any]:

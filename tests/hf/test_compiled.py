@@ -396,19 +396,6 @@ def test_a_mask_of_another_attention_is_noticed_in_a_graph(short: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [1, 5])
-def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int) -> None:
-    own, batch = model_of("Llama", num_hidden_layers=1), tokens(3, 20)
-    cache = QuantizedCache(own, **ROWS)
-    own(batch[:, :9], **caching(cache))
-    own.set_attn_implementation("sdpa")
-    call: Any = torch.compile(own.forward, backend="eager")
-    with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
-        call(batch[:, 9 : 9 + columns], **caching(cache))
-    assert cache.get_seq_length() == 9 and not cache.call.is_open
-
-
-@pytest.mark.slow
 def test_chunks_of_one_column_of_a_prompt_are_no_steps() -> None:
     """A column may be padding there; a graph would append it."""
     own, found = model_of("Llama"), []

@@ -204,20 +204,6 @@ def test_a_call_that_fails_leaves_states_that_only_reset_can_clear(model: Any) -
     assert run(model, cache, prompt()).isfinite().all()
 
 
-def test_drafts_are_cropped_from_states_that_can_be() -> None:
-    lfm2 = random_module("lfm2", {"layer_types": ["conv", "full_attention"]})
-    if lfm2._is_stateful:
-        pytest.skip("older transformers drafts for no hybrid")
-    lfm2.generation_config.eos_token_id = None
-    text = prompt()[:1].repeat(1, 3)
-    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 4}
-    lfm2.set_attn_implementation("kvquant")
-    cache = QuantizedCache(lfm2, **FP16)
-    found = lfm2.generate(text, **cache.argument, **options, **WITH_LOGITS)
-    ids = assert_answers(lfm2, found, tolerance=TOLERANCE * float(found.logits[0].std()))
-    assert cache.get_seq_length() == ids.shape[1] - 1
-
-
 def test_states_are_cropped_only_where_rows_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a window refuse, of which the states could not be put back."""
     lfm2 = random_module("lfm2", {"layer_types": ["conv", "full_attention"]})
