@@ -26,7 +26,6 @@ from hf_cases import (  # noqa: E402
     RoundedCache,
     assert_alike,
     assert_answers,
-    assert_likeliest,
     by_kvquant,
     caching,
     random_module,
@@ -39,6 +38,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf import masks  # noqa: E402
+from kvquant.hf import text as hf_text  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
@@ -80,20 +80,6 @@ def test_ragged_sequences_decode_as_each_does_alone(kind: str) -> None:
         expected += [model.step(alone, column) for column in fed[b : b + 1].unbind(1)]
         for ours, theirs in zip(given, expected, strict=True):
             torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
-
-
-def test_reading_on_attends_to_the_quantized_past(model: CachedModel) -> None:
-    text = tokens(1, 60)
-    cache = model.new_cache(1, 60, k_format="int4", v_format="int4", sink_len=0, recent_len=0)
-    model.prefill(cache, text[:, :30])
-    dequantized = model.new_cache(1, 60, **FP16)
-    for layer in range(2):
-        dequantized.append(layer, *cache.dequantized(layer, torch.float16))
-    given, expected = (model.prefill(c, text[:, 30:], append=True) for c in (cache, dequantized))
-    torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
-    fresh = model.new_cache(1, 60, **FP16)
-    exact = model.prefill(fresh, text)
-    assert float((given - exact).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Persimmon"])  # tells attention its positions, or not
@@ -167,15 +153,6 @@ def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -
     model.prefill(cache, tokens(2, 20))
     view.reset()
     assert view.get_seq_length() == 0
-
-
-def test_generate_continues_greedily(model: CachedModel) -> None:
-    text, cache = tokens(2, 20), model.new_cache(2, 40, **FP16)
-    given = model.generate(cache, model.prefill(cache, text), 5)
-    again = model.new_cache(2, 40, **FP16)
-    for i in range(5):
-        part = text if i == 0 else given[:, i - 1 : i]
-        assert_likeliest(model.prefill(again, part, append=True), given[:, i])
 
 
 def test_observers_see_keys_after_rotation_and_values(model: CachedModel) -> None:
@@ -283,16 +260,6 @@ def test_a_cache_without_the_models_windows_is_refused() -> None:
         tiny("Llama").prefill(narrow, text)
 
 
-def test_masks_of_the_callers_own_are_refused(model: CachedModel) -> None:
-    model.model.set_attn_implementation("kvquant")
-    with pytest.raises(UnsupportedError, match=r"layer 0 .* got an attention mask that is not"):
-        model.model(
-            tokens(2, 8),
-            attention_mask=torch.zeros(2, 1, 8, 8),
-            **caching(QuantizedCache(model.new_cache(2, 8))),
-        )
-
-
 def test_layers_that_share_keys_attend_to_the_rows_of_their_owner() -> None:
     for kind, changes in (
         ("Gemma3nText", GEMMA3N),
@@ -313,20 +280,6 @@ def test_layers_that_share_keys_attend_to_the_rows_of_their_owner() -> None:
             assert [at.seq_lens.tolist() for at in cache.layers] == [[44, 44]] * 2
 
 
-def test_shared_keys_are_right_in_ragged_batches_and_after_a_crop() -> None:
-    model, lens, text = tiny("Gemma3nText", **GEMMA3N), [3, 40, 17], tokens(3, 40)
-    cache = model.new_cache(3, 60, **FP16)
-    model.prefill(cache, text, [9, 40, 20], chunk=16)
-    cache.crop(lens)
-    given = [model.prefill(cache, text[:, :5], append=True), model.step(cache, text[:, 5])]
-    for b, seq_len in enumerate(lens):
-        past = RoundedCache()
-        whole = torch.cat([text[b : b + 1, :seq_len], text[b : b + 1, :5]], dim=1)
-        expected = [model.plain(whole, past), model.plain(text[b : b + 1, 5:6], past)]
-        for ours, theirs in zip(given, expected, strict=True):
-            torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
-
-
 def test_shared_keys_of_a_chunk_are_those_before_its_rows_were_packed() -> None:
     model, text = tiny("Gemma3nText", **GEMMA3N), tokens(1, 60)
     cache = model.new_cache(1, 60, k_format="int4", v_format="int4", sink_len=0, recent_len=8)
@@ -338,15 +291,6 @@ def test_shared_keys_of_a_chunk_are_those_before_its_rows_were_packed() -> None:
         dequantized.append(layer, *cache.dequantized(layer, torch.float16))
     given, expected = (model.prefill(c, text[:, 30:], append=True) for c in (cache, dequantized))
     torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
-
-
-def test_values_that_are_not_those_of_the_cache_are_refused() -> None:
-    model = tiny("DiffLlama")
-    cache = model.new_cache(1, 64)
-    for new in (1, 9):  # it attends twice, to halves of the values
-        with pytest.raises(UnsupportedError, match=r"layer 0 \(Diff.*attends to other values"):
-            model.prefill(cache, tokens(1, new))
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[0], [0]]
 
 
 def test_keys_that_are_not_those_of_the_cache_are_refused(
@@ -397,40 +341,6 @@ def test_the_cache_of_another_model_is_refused_and_stays_as_it_is(layers: int) -
     again = QuantizedCache(model, **FP16)
     model(text[:, :9], **caching(again))
     assert torch.equal(found, model(text[:, 9:], **caching(again)).logits)
-
-
-def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
-    k = torch.zeros(1, 2, 1, 64)
-
-    def attend(past: QuantizedCache, layer: int) -> None:
-        module = model.model.model.layers[layer].self_attn
-        keys, values = past.update(k, k, layer)
-        ALL_ATTENTION_FUNCTIONS["kvquant"](module, k, keys, values, None)
-
-    cache = model.new_cache(1, 8)
-    past = QuantizedCache(cache)
-    for _ in range(2):
-        attend(past, 0)
-        with pytest.raises(ShapeError, match=r"layer 0 of the model came, .* for layer 1 of its"):
-            past.update(k, k, 0)
-        attend(past, 0)
-        attend(past, 1)
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
-    attend(past, 0)  # and the call fails: another cache is told, and so is the next call
-    with pytest.raises(ShapeError, match="layers hold different lengths"):
-        QuantizedCache(cache)
-    with pytest.raises(ShapeError, match=r"waits for layer 1 .* taken back now: call again"):
-        past.update(k, k, 0)
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
-    attend(past, 0)
-    past.crop(-1)  # to what all layers have, and less
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[1], [1]]
-    attend(past, 0)
-    attend(past, 1)
-    past.update(k, k, 0)
-    with pytest.raises(UnsupportedError, match="layer 0 got keys from a KVCache and did not"):
-        past.update(k, k, 1)
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
 
 
 def test_a_model_of_one_layer_that_appends_twice_is_noticed(
@@ -512,17 +422,6 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
         assert torch.equal(given, expected)
         cache.crop(-new)
         wanted.crop(-new)
-
-
-def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel) -> None:
-    model.model.set_attn_implementation("sdpa")
-    cache = model.new_cache(2, 20)
-    message = r"layer 0 got keys .* Call model\.set_attn_implementation\('kvquant'\) first"
-    with pytest.raises(UnsupportedError, match=message):
-        model.model.generate(tokens(2, 8), **caching(QuantizedCache(cache)), **OPTIONS)
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
-    model.model.set_attn_implementation("kvquant")
-    model.model(tokens(2, 8))  # without a cache: the mask is not taken for that one's
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -613,22 +512,6 @@ def test_generate_chooses_tokens_by_the_logits_of_the_model(
     found = model.generate(text, **caching(cache), **OPTIONS | options, **WITH_LOGITS)
     model.set_attn_implementation("sdpa")
     assert_answers(model, found)
-
-
-def test_generate_goes_on_from_a_cache_and_takes_an_assistant(generating: CachedModel) -> None:
-    model, text, helper = generating.model, tokens(1, 24), tiny("Llama").model
-    model.set_attn_implementation("kvquant")
-    cache = QuantizedCache(generating.new_cache(1, 80, **FP16))
-    first = model.generate(text, **caching(cache), **OPTIONS)
-    more = torch.cat([first, text], dim=1)
-    found = [model.generate(more, **caching(cache), **OPTIONS, **WITH_LOGITS)]
-    assert cache.get_seq_length() == more.shape[1] + 11
-    past = QuantizedCache(generating.new_cache(1, 80, **FP16))
-    helped = caching(past) | {"assistant_model": helper} | WITH_LOGITS
-    found.append(model.generate(text, **helped, **OPTIONS))
-    model.set_attn_implementation("sdpa")
-    for answer in found:
-        assert_answers(model, answer)
 
 
 PACKED: dict[str, Any] = {"sink_len": 0, "recent_len": 0}
@@ -810,9 +693,6 @@ def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
             model.model(text, **caching(past), output_attentions=True)
     with pytest.raises(AttributeError, match=r"Give it .* as kvquant\.QuantizedCache"):
         model.model.generate(text, **caching(cache), **OPTIONS)
-    for other in (None, transformers.DynamicCache()):
-        with pytest.raises(ConfigError, match="give a model of transformers"):
-            QuantizedCache(other)
     with pytest.raises(ValueError, match="non-LinearAttention layer"):  # transformers' own
         QuantizedCache(cache).update_conv_state(text, 0)
     with pytest.raises(UnsupportedError, match="reads the keys of a cache by itself"):
@@ -853,6 +733,15 @@ def test_outputs_beside_the_logits_are_given(kind: str) -> None:
     for key in [option.removeprefix("output_") for option in wanted]:
         for got, expected in zip(found[1][key], found[0][key], strict=True):
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_rows_of_a_mask_but_the_last_are_refused() -> None:
+    handed = hf_text.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
+    whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
+    handed.mask, handed.appended = whole, True
+    assert hf_attention._whole_mask(handed, whole[:, :, -3:], 3) is whole
+    for part in (whole[:, :, :3], whole[:, :, -3:-1], whole[:, :, -3:].clone(), whole[..., :9]):
+        assert hf_attention._whole_mask(handed, part, part.shape[2]) is part
 
 
 CAPS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,5 @@
 """Models under torch.compile: one graph for all decode steps, and what has none."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,18 +209,6 @@ def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
     torch.testing.assert_close(*found)
     graphs = 1 + padded  # a mask that grows takes a second one
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
-
-
-def test_a_copy_of_a_cache_has_the_graph_of_the_first(short: Any) -> None:
-    compiled: Any = torch.compile(short.forward, fullgraph=True, backend="eager")
-    cache, ids = QuantizedCache(short, **ROWS), tokens(2, 10)
-    short(ids, **caching(cache))
-    found = [
-        compiled(input_ids=tokens(2, 1), **caching(one), use_cache=True).logits
-        for one in (cache, copy.deepcopy(cache))
-    ]
-    torch.testing.assert_close(*found)
-    assert not counters["graph_break"]
 
 
 def test_texts_of_other_lengths_have_the_same_graphs(short: Any) -> None:

@@ -15,7 +15,7 @@ from kvquant import load_cache, save_cache
 from kvquant.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, caching, random_module, tiny, tokens  # noqa: E402
+from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402
 
 from kvquant.hf.argument import ARGUMENT  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -242,12 +242,3 @@ def test_generate_without_our_cache_is_that_of_transformers(llama: Any) -> None:
     assert torch.equal(llama.generate(input_ids=ids, **OPTIONS), found)
     with pytest.raises(ValueError, match="not_an_option"):
         llama.generate(ids, not_an_option=1, **OPTIONS)
-
-
-def test_a_hybrid_compares_too() -> None:
-    lfm2 = random_module("lfm2", {"layer_types": ["conv", "full_attention"]})
-    lfm2.set_attn_implementation("kvquant")
-    past, text = QuantizedCache(lfm2, **FP16), text_of(1, 8) % 90 + 3
-    lfm2.generate(text, **caching(past), **OPTIONS)
-    with pytest.raises(ConfigError, match=OTHER):
-        lfm2.generate(torch.cat([text + 1, text, text], dim=1), **caching(past), **OPTIONS)

@@ -139,19 +139,6 @@ def test_a_model_in_bf16_is_as_near_to_float32_as_by_transformers() -> None:
 
 
 @needs_latents
-def test_fewer_bits_cost_more() -> None:
-    model = deepseek(**DENSE)
-    wanted = plain(model, transformers.DynamicCache).log_softmax(-1)
-    found = []
-    for fmt in ("fp16", "int8-g4", "int4-g8+fp8-g4"):
-        cache = model.new_cache(2, 64, **(FP16_LATENTS | {"fmt": fmt}))
-        given = read(model, cache).log_softmax(-1)
-        kl = torch.nn.functional.kl_div(given, wanted, log_target=True, reduction="none")
-        found.append(float(kl.sum(-1).mean()))
-    assert found[0] < 1e-5 < found[1] < 1e-3 < found[2] < 0.5
-
-
-@needs_latents
 def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
     model: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -595,16 +582,6 @@ def test_weights_that_are_elsewhere_are_refused() -> None:
     module = deepseek().model.model.layers[0].self_attn.to("meta")
     with pytest.raises(UnsupportedModelError, match=r"layer 0 has its weights elsewhere"):
         LatentHeads(module, "layer 0", latent_dim=256, rope_dim=32)
-
-
-@needs_latents
-def test_a_float16_model_is_described_as_it_is_stored() -> None:
-    model = deepseek().model.half()
-    model.set_attn_implementation("kvquant")
-    cache = QuantizedCache(model)
-    before = cache.describe()
-    model(texts(), **caching(cache))
-    assert before == cache.describe() and before.startswith("layers 0-1: latent rows int8-g4+fp16")
 
 
 class _Other(torch.nn.Linear):

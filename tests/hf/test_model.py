@@ -180,23 +180,6 @@ def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> 
 # Calls that raise change nothing
 
 
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_prompt_that_fails_in_a_later_chunk_is_not_there(at: int, model: CachedModel) -> None:
-    cache, text, calls = model.new_cache(2, 64, sink_len=2, recent_len=4), tokens(2, 30), []
-    model.prefill(cache, text[:, :10])
-
-    def fail(*_: Any) -> None:
-        calls.append(0)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-
-    hook = model.model.lm_head.register_forward_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        model.prefill(cache, text, [30, 17], append=True, chunk=7)
-    hook.remove()
-    assert lengths(cache) == [[10, 10]] * 2
-
-
 @pytest.mark.parametrize("past", [0, 40])
 @pytest.mark.parametrize("chunk", [5, 12, 100])
 def test_a_prompt_that_fails_leaves_windows_as_they_were(
@@ -298,23 +281,6 @@ def test_positions_beyond_a_learned_table_are_refused_before_anything_is_appende
     for call in (model.plain, lambda given: model.observe(given, lambda *shown: None)):
         with pytest.raises(ShapeError, match="20 positions are needed"):
             call(text)
-
-
-def test_positions_that_are_not_given_are_refused() -> None:
-    sizes = {"d_model": 128, "decoder_layers": 1, "decoder_attention_heads": 2, "encoder_layers": 1}
-    for kind, message in (
-        ("Roberta", r"roberta models count positions from padding_idx \+ 1"),
-        ("Bart", "bart models count the positions of all sequences alike"),
-    ):
-        model = tiny(
-            kind, is_decoder=True, num_key_value_heads=None, num_attention_heads=2, **sizes
-        )
-        for call in (
-            lambda: model.new_cache(1, 8),  # noqa: B023
-            lambda: model.prefill(KVCache(2, 1, 2, 64, 8), tokens(1, 4)),  # noqa: B023
-        ):
-            with pytest.raises(UnsupportedModelError, match=message):
-                call()
 
 
 def test_keys_that_are_turned_by_the_length_of_the_text_are_all_turned_alike() -> None:

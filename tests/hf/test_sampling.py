@@ -155,19 +155,6 @@ def test_tokens_are_those_that_are_chosen(model: CachedModel) -> None:
     assert not torch.equal(found, free_texts(model, 6))
 
 
-def test_a_choice_that_raises_adds_nothing(model: CachedModel) -> None:
-    cache, logits = read(model)
-
-    def stop(scores: torch.Tensor) -> torch.Tensor:
-        if cache.seq_lens[0] == 15:
-            raise KeyboardInterrupt
-        return scores.argmax(-1)
-
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(cache, logits, 10, **FREE, choose=stop)
-    assert cache.seq_lens.tolist() == [12, 7]
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "beyond": ({"eos_token_id": [2, 256]}, "eos_token_id 256 is not in the vocabulary"),
     "below": ({"eos_token_id": -1}, "eos_token_id -1 is not in the vocabulary"),
