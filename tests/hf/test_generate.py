@@ -50,14 +50,6 @@ def test_a_pipeline_takes_the_cache(options: dict[str, Any], model: Any, tokeniz
     assert not options.get("stop_sequence") or wanted.endswith(".")
 
 
-def test_a_loss_of_several_batches_is_that_without_a_cache(model: Any) -> None:
-    ids = torch.randint(5, 97, (1, 12))
-    given = {"labels": ids, "num_items_in_batch": 24}
-    wanted = model(ids, **given, use_cache=False).loss
-    found = model(ids, **given, **QuantizedCache(model, **FP16).argument).loss
-    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
-
-
 def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> None:
     batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="right", return_tensors="pt")
     with pytest.raises(ConfigError, match=r"For generate pad prompts on the left \(tokenizer"):

@@ -127,18 +127,6 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 
 
 @needs_latents
-def test_a_model_in_bf16_is_as_near_to_float32_as_by_transformers() -> None:
-    model = deepseek(**DENSE)
-    model.model.bfloat16()
-    theirs = plain(model, transformers.DynamicCache).float()
-    ours = read(CachedModel(model.model), CachedModel(model.model).new_cache(2, 64, fmt="bf16"))
-    model.model.float()  # of the same weights
-    wanted = plain(model, transformers.DynamicCache)
-    assert ours.dtype == torch.bfloat16
-    assert error(ours.float(), wanted) < 2 * error(theirs, wanted)
-
-
-@needs_latents
 def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
     model: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,14 +500,6 @@ def test_plans_and_formats_that_do_not_fit_are_refused(model: CachedModel) -> No
 
 
 @needs_latents
-def test_the_rope_parts_of_a_float16_model_are_fp16(model: CachedModel) -> None:
-    for exact, fmt in (("bf16", "int8-g4"), ("fp16", "int8-g4+fp16")):
-        cache = model.new_cache(2, 64, exact_format=exact)
-        assert isinstance(cache, LatentKVCache)
-        assert [str(one) for one in cache.formats] == [fmt] * 2
-
-
-@needs_latents
 def test_caches_of_other_models_are_refused(model: CachedModel) -> None:
     llama = tiny("Llama", vocab_size=97)
     with pytest.raises(ShapeError, match=r"has keys and values of heads, and .* keeps latent rows"):
@@ -543,22 +523,6 @@ def test_a_layer_that_attends_otherwise_later_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedModelError, match=message):
         model.step(cache, text[:, 9])
     assert [one.seq_lens.tolist() for one in cache.layers] == [[9, 9]] * 2
-
-
-@needs_latents
-def test_latents_of_one_layer_are_not_those_of_another() -> None:
-    model = deepseek().model
-    model.set_attn_implementation("kvquant")
-    cache, hidden = QuantizedCache(model), torch.randn(2, 1, 128)
-    handed = cache.update(torch.randn(2, 1, 1, 256), torch.randn(2, 1, 1, 32), 0)
-    turns = model.model.rotary_emb(hidden, torch.tensor([[0]]))
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 .* other keys than those it gave"):
-        model.model.layers[1].self_attn(hidden, turns, None)
-    assert cache.latents is None and cache.kv is not None and not cache.kv.seq_lens.any()
-    handed = cache.update(*handed, 0)
-    cache.reset()
-    assert cache.latents is None
-    del handed  # until here a call had them
 
 
 @needs_latents

@@ -56,16 +56,6 @@ def assert_same_text(one: KVCache, other: KVCache, sequence: int) -> None:
         assert torch.equal(found[sequence], wanted[sequence])
 
 
-def test_choose_may_fill_one_tensor_again_and_again(model: CachedModel) -> None:
-    filled = torch.empty(2, dtype=torch.int64)
-
-    def choose(logits: torch.Tensor) -> torch.Tensor:
-        return filled.copy_(logits.argmax(-1))
-
-    found = model.generate(*read(model), 6, choose=choose, **FREE)
-    assert torch.equal(found, free_texts(model, 6))
-
-
 @pytest.mark.parametrize("rollback_len", [4, 64])
 def test_a_text_that_ends_first_leaves_what_it_has_alone(
     rollback_len: int, model: CachedModel
