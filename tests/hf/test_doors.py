@@ -51,7 +51,7 @@ def test_prefill_goes_on_where_it_is_told_to(llama: CachedModel) -> None:
 
 
 @pytest.mark.parametrize("dequantize", [False, True], ids=["", "dequantize"])
-@pytest.mark.parametrize("text", ["Nero", TEXTS[0], "The city"])
+@pytest.mark.parametrize("text", ["Nero", TEXTS[0]])
 def test_the_next_text_of_a_pipeline_is_told_as_another_one(text: str, dequantize: bool) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
     model.set_attn_implementation("kvquant")
