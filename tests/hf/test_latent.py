@@ -548,6 +548,16 @@ def test_weights_that_are_elsewhere_are_refused() -> None:
         LatentHeads(module, "layer 0", latent_dim=256, rope_dim=32)
 
 
+@needs_latents
+def test_a_float16_model_is_described_as_it_is_stored() -> None:
+    model = deepseek().model.half()
+    model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model)
+    before = cache.describe()
+    model(texts(), **caching(cache))
+    assert before == cache.describe() and before.startswith("layers 0-1: latent rows int8-g4+fp16")
+
+
 class _Other(torch.nn.Linear):
     """As the layers of quantized weights, and adapters."""
 
