@@ -294,6 +294,7 @@ def test_a_program_without_an_end_is_killed_with_its_children(alone: bool) -> No
         assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_the_script_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_models, "PLANS", ())
     monkeypatch.setattr(public_models, "FORMATS", ("int8",))
