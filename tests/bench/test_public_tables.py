@@ -15,11 +15,9 @@ from public_tables import (
     PUBLIC,
     WINDOW,
     behind_code,
-    by_context,
     humaneval,
     overview,
     overview_about,
-    shipped,
 )
 
 CONTEXTS = 1024, 4096, 16384
@@ -86,13 +84,6 @@ def test_the_overview_has_both_windows_one_context_and_answers_alone() -> None:
     assert about.endswith("of 600 problems 16 bit solved 450 and 450")
 
 
-def test_each_context_has_its_column_with_the_window_and_without() -> None:
-    head, *lines = by_context(public())
-    assert head[3:] == [f"{w}, {n:,}" for w in ("window", "no window") for n in CONTEXTS]
-    assert [one[0] for one in lines[::5]] == [*PUBLIC] and lines[0][1] == "the default"
-    assert lines[0][2:] == ["1 / 2", *(f"0.00{w}{at}" for w in (1, 2) for at in range(3))]
-
-
 def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> None:
     head, *lines = humaneval(public())
     assert head[1:4] == [f"{CODERS[0]}: {one}" for one in ("KL", "alone", "behind code")]
@@ -106,22 +97,3 @@ def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> Non
     bounds = "30.0 and 30.0", "2.4 and 2.4"
     found = behind_code(public())
     assert "1,200 answers" in found and all(f"at most {one}" in found for one in bounds)
-
-
-def test_other_projects_are_shown_where_most_of_them_ran_beside_ours_with_the_window() -> None:
-    rows = public()
-    own = {model: [row for row in rows[model] if row["key"]["cache"] != PEER] for model in rows}
-    assert not shipped(own)
-    for model in rows:
-        rows[model].append(scored(model, PEER, 16384))
-        rows[model][-1]["key"]["cache"] = "peers' 16 bit"
-    on_cpu = [scored("SmolLM2-135M", "default", 1024, WINDOW)]
-    on_cpu += [scored("SmolLM2-135M", PEER, 1024) for _ in range(2)]
-    for row in on_cpu:
-        row["key"] |= {"device": "cpu"}
-        row["kl"] = 0.04
-    head, default, *others = shipped(rows | {"SmolLM2-135M": rows["SmolLM2-135M"] + on_cpu})
-    assert head[1:3] == ["SmolLM2-135M, 1,024 (CPU)", "Gemma 3 270M, 4,096"]
-    assert default[:3] == ["the default", "1: 0.0400 (90.0)", "11: **0.1011** (90.0)"]
-    assert others[-1][:3] == [PEER, "0: 0.0400 (90.0)", "10: **0.1701** (90.0)"]
-    assert len(others) == len(OWN)  # the other caches of ours, and the peer

@@ -155,20 +155,3 @@ def test_a_model_is_trained_in_two_commands_and_measured(
     assert titles == ["cache", "bits", "texts", "32 tokens", "40 tokens"]
     assert [row[:3] for row in rows] == [["int8", "8.25", way] for way in ("greedy", "sampled")]
     assert str(tmp_path) not in json.dumps(read_runs(path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["biased", "sinks", "latent"])
-def test_other_kinds_of_models_read_code(
-    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = ["--sources", str(folder), "--length", "128"]
-    trained(tmp_path, *read, "--kind", kind, "--seconds", "3", monkeypatch=monkeypatch)
-    names = {"biased": "qwen2", "sinks": "gpt_oss", "latent": "deepseek_v3"}
-    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # of the kind of model
-    assert len(tokenizer("4711")["input_ids"]) == 4 and len(tokenizer) == config.vocab_size
-    assert config.model_type == names[kind]
-    assert config.rope_parameters["rope_theta"] == train_code_lm.THETA
-    again = ["--resume", "--kind", kind, "--length", "128", "--seconds", "2"]
-    trained(tmp_path, *again, monkeypatch=monkeypatch)

@@ -266,7 +266,6 @@ BAD = [  # the command, and the error
     ("quantize {model} --from {raw} -o x.safetensors", "give either MODEL and --prompt"),
     (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int2', 'int3', 'int4', "),
     (f"{READ} {OUT} --k-format q8_0", "'fp16'; the nearest here is 'int8'"),
-    (f"{READ} {OUT} --format int4-g8+fp9", "'fp9' is not one of 'int2', 'int3', 'int4', "),
     (f"{READ} {OUT} --format int4+int4+int4", "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT"),
     (
         f"{READ} {OUT} --format int4-g8+fp8-g4",
@@ -275,14 +274,6 @@ BAD = [  # the command, and the error
     (
         f"{TAKE} --format int4-g8+fp8-g4 {OUT}",
         "--format int4-g8+fp8-g4 is of latent rows, and {raw} has K and V: give one FORMAT",
-    ),
-    (
-        f"{READ} {OUT} --k-format int4-g8+fp8-g4",
-        "'int4-g8+fp8-g4' is not one of 'int2', 'int3', 'int4', ",
-    ),
-    (
-        f"calibrate {{model}} --zero-data --format banana {OUT}",
-        "'banana' is not one of 'int2', 'int3', 'int4', ",
     ),
     (f"{READ} --plan {{raw}} --format fp8 {OUT}", "--plan says the formats"),
     (f"{TAKE} --format int4 --k-format int8 --v-format int8 {OUT}", "leave nothing to --format"),
@@ -323,10 +314,6 @@ BAD = [  # the command, and the error
     (f"{TAKE} --max-seq-len 100000000000 -o {{tmp}}/x", "100000000000 is not in the range"),
     (
         f"{TAKE} --max-seq-len 2147483647 {OUT}",
-        "GiB, more than there is: use a smaller max_seq_len",
-    ),
-    (
-        f"{READ} --max-seq-len 2147483647 {OUT}",
         "GiB, more than there is: use a smaller max_seq_len",
     ),
     (

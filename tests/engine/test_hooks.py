@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from inspect import Parameter
 from types import ModuleType
 from typing import Any
@@ -149,14 +150,12 @@ def test_other_arguments_by_position_are_refused_when_classes_are_made() -> None
             made(update)
 
 
-@pytest.mark.parametrize("version", ["2", "2.0.0rc1", "2.9.dev3+cpu"])
+@pytest.mark.parametrize(
+    "version", ["2", "2.0.0rc1", "2.9.dev3+cpu", "1.99", "3", "3.0.0", "dev", ""]
+)
 def test_versions_that_were_tried(version: str, engine: ModuleType) -> None:
     vars(engine)["__version__"] = version
-    check_version("made_up_engine")
-
-
-@pytest.mark.parametrize("version", ["1.99", "3", "3.0.0", "dev", ""])
-def test_versions_that_were_not_tried(version: str, engine: ModuleType) -> None:
-    vars(engine)["__version__"] = version
-    with pytest.raises(UnsupportedError, match=r"was not tried: kvquant serves 2 to before 3\. To"):
+    told = r"was not tried: kvquant serves 2 to before 3\. To"
+    refused = pytest.raises(UnsupportedError, match=told)
+    with nullcontext() if version.startswith("2") else refused:
         check_version("made_up_engine")

@@ -202,22 +202,6 @@ def test_what_is_launched_was_told(
     assert loaded_specs() and len(told) < 3 * len({*loaded_specs()})
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (None, "the config, for a model with latent attention, is None: give a dict with format"),
-        ({"k_format": "int8"}, "give a dict with format, plan, prompts"),
-        ({}, 'lacks format: give {"format": "int4-g8+int8-g4"}'),
-        ({"format": "int5"}, "format 'int5' does not exist"),
-        ({"format": "int4-g8", "prompts": "8-bit"}, "it may be one of ('16-bit', 'rows')"),
-    ],
-)
-def test_settings_that_are_not_possible(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        LatentSettings.parse(given, "the config")
-    assert message in str(caught.value)
-
-
 def test_settings_of_a_plan(tmp_path: Any) -> None:
     path = tmp_path / "plan.safetensors"
     plan = latent_plan(2, fmt=("int4-g8", "bf16"))

@@ -10,7 +10,7 @@ import torch
 from example_plan import example_plan
 
 from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows, dequantize_pages
-from kvquant.engine.settings import Settings, rank_heads, tell_settings
+from kvquant.engine.settings import LatentSettings, Settings, rank_heads, tell_settings
 
 
 @pytest.mark.parametrize(
@@ -83,20 +83,28 @@ def test_the_bytes_are_those_of_the_rows() -> None:
             uneven.layout(8, *dims)
 
 
+PROMPTS = "'8-bit': it may be one of ('16-bit', 'rows')"
+
+
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("kind", "given", "message"),
     [
-        (None, "the config is None: give a dict with k_format, v_format, plan, prompts"),
-        ({"k_fromat": "int8"}, "give a dict with k_format"),
-        ({"v_format": "int5"}, "format 'int5' does not exist"),
-        ({"k_format": "int5"}, "format 'int5' does not exist"),
-        ({"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
-        ({"k_format": "int8", "prompts": "8-bit"}, "'8-bit': it may be one of ('16-bit', 'rows')"),
+        (Settings, None, "the config is None: give a dict with k_format, v_format, plan, prompts"),
+        (Settings, {"k_fromat": "int8"}, "give a dict with k_format"),
+        (Settings, {"v_format": "int5"}, "format 'int5' does not exist"),
+        (Settings, {"k_format": "int5"}, "format 'int5' does not exist"),
+        (Settings, {"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
+        (Settings, {"k_format": "int8", "prompts": "8-bit"}, PROMPTS),
+        (LatentSettings, None, "the config, for a model with latent attention, is None: give a"),
+        (LatentSettings, {"k_format": "int8"}, "give a dict with format, plan, prompts"),
+        (LatentSettings, {}, 'lacks format: give {"format": "int4-g8+int8-g4"}'),
+        (LatentSettings, {"format": "int5"}, "format 'int5' does not exist"),
+        (LatentSettings, {"format": "int4-g8", "prompts": "8-bit"}, PROMPTS),
     ],
 )
-def test_settings_that_are_not_possible(given: Any, message: str) -> None:
+def test_settings_that_are_not_possible(kind: Any, given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings.parse(given, "the config")
+        kind.parse(given, "the config")
     assert message in str(caught.value)
 
 

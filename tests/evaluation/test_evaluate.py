@@ -473,6 +473,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
+@pytest.mark.slow  # two processes
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     """Of the command's JSON, in processes that order sets otherwise; times come last."""
     arguments = [str(MODEL), "--cache", "int4,recent=16", "--retrieval", "keys,variables", *SMALL]

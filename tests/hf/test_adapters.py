@@ -127,30 +127,6 @@ def test_adapters_of_weights_are_served() -> None:
     check_served(Adapted(llama(), Kind.LORA))
 
 
-@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "LORA", "IA3"])
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_so_are_those_of_peft(kind: str) -> None:
-    peft = pytest.importorskip("peft")
-    options: dict[str, dict[str, Any]] = {
-        "PROMPT_TUNING": {"num_virtual_tokens": VIRTUAL},
-        "PREFIX_TUNING": {"num_virtual_tokens": VIRTUAL},
-        "P_TUNING": {"num_virtual_tokens": VIRTUAL, "encoder_hidden_size": 16},
-        "LORA": {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False},
-        "IA3": {
-            "target_modules": ["k_proj", "v_proj", "down_proj"],
-            "feedforward_modules": ["down_proj"],
-            "init_ia3_weights": False,
-        },
-    }
-    given = options[kind] | {"peft_type": kind, "task_type": "CAUSAL_LM"}
-    base = llama()
-    adapted = peft.get_peft_model(base, peft.get_peft_config(given)).eval()
-    if "virtual" in next(iter(options[kind])):
-        check_refused(adapted, base, kind)
-    else:
-        check_served(adapted)
-
-
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_columns_that_were_not_given_are_told(kind: str) -> None:
     """In the first chunk, so no step answers from them. What the cache held stays."""

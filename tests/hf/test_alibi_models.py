@@ -111,8 +111,7 @@ def batch_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("rows", DTYPES)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "rows"), [*zip(FAMILIES, DTYPES, strict=True)])
 def test_alibi_is_that_of_the_model(kind: str, rows: str, device: str) -> None:
     """A prompt, steps of one token and one of four, of sequences of unequal lengths."""
     family, dtype = FAMILIES[kind], DTYPES[rows]

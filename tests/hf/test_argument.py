@@ -9,7 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, random_module, tiny, tokens  # noqa: E402
+from hf_cases import FP16, by_kvquant, tiny, tokens  # noqa: E402
 
 from kvquant.hf.argument import ARGUMENT, as_argument  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -48,14 +48,3 @@ def test_a_cache_tells_its_argument_and_that_it_can_be_cropped() -> None:
     out = model(text, **cache.argument, use_cache=True)
     assert getattr(out, ARGUMENT) is cache
     assert all(layer.is_croppable for layer in cache.layers)
-
-
-def test_a_hybrid_can_be_cropped_as_far_as_its_own_layers_can() -> None:
-    changes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    model = by_kvquant(
-        random_module("qwen3_next", changes | {"shared_expert_intermediate_size": 32})
-    )
-    cache = QuantizedCache(model, **FP16)
-    model(tokens(1, 9) % 97, **cache.argument, use_cache=True)
-    assert not getattr(cache, "is_croppable", False)  # not in older ones
-    assert cache.layers[1].is_croppable

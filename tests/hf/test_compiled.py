@@ -1,6 +1,5 @@
 """Models under torch.compile: one graph for all decode steps, and what has none."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,18 +211,6 @@ def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
-def test_a_copy_of_a_cache_has_the_graph_of_the_first(short: Any) -> None:
-    compiled: Any = torch.compile(short.forward, fullgraph=True, backend="eager")
-    cache, ids = QuantizedCache(short, **ROWS), tokens(2, 10)
-    short(ids, **caching(cache))
-    found = [
-        compiled(input_ids=tokens(2, 1), **caching(one), use_cache=True).logits
-        for one in (cache, copy.deepcopy(cache))
-    ]
-    torch.testing.assert_close(*found)
-    assert not counters["graph_break"]
-
-
 def test_texts_of_other_lengths_have_the_same_graphs(short: Any) -> None:
     """Padded or not."""
     compiled: Any = torch.compile(short.forward, fullgraph=True, backend="eager")
@@ -392,19 +379,6 @@ def test_a_mask_of_another_attention_is_noticed_in_a_graph(short: Any) -> None:
         torch.compile(call, backend="eager")(row)
     assert cache.get_seq_length() == 9 and not cache.call.is_open
     short(tokens(1, 3))  # a call without a cache finds nothing of that one
-    assert cache.get_seq_length() == 9 and not cache.call.is_open
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [1, 5])
-def test_compiled_attention_that_is_not_ours_is_noticed_in_the_call(columns: int) -> None:
-    own, batch = model_of("Llama", num_hidden_layers=1), tokens(3, 20)
-    cache = QuantizedCache(own, **ROWS)
-    own(batch[:, :9], **caching(cache))
-    own.set_attn_implementation("sdpa")
-    call: Any = torch.compile(own.forward, backend="eager")
-    with pytest.raises(UnsupportedError, match=r"layer 0 got .* Call model\.set_attn_impl"):
-        call(batch[:, 9 : 9 + columns], **caching(cache))
     assert cache.get_seq_length() == 9 and not cache.call.is_open
 
 

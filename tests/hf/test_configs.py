@@ -91,11 +91,6 @@ def test_chunks_that_hold_the_longest_sequence_are_held() -> None:
         cache_layers(chunked, longest=33)
 
 
-def test_layers_without_attention_keep_nothing() -> None:
-    found = cache_layers(config(layer_types=["full_attention", "moe", "full_attention"]))
-    assert found.places == (0, 2) and not found.others
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": ({"is_encoder_decoder": True}, "tiny models have an encoder before the decoder"),
     "no layers": ({"num_hidden_layers": None}, "does not tell its layers"),

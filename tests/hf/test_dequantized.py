@@ -197,17 +197,6 @@ def test_no_gradient_flows_through_rows(llama: Any) -> None:
         loss.backward()
 
 
-def test_other_calls_do_not_take_its_notes(llama: Any) -> None:
-    """Masks of a model that is set to "kvquant" are made behind a call that used none of ours."""
-    text, own = tokens(2, 10), tiny("Llama").model
-    llama.set_attn_implementation("eager")
-    own.set_attn_implementation("kvquant")
-    past = QuantizedCache(llama, **FP16, dequantize=True)
-    wanted = logits(own, None, text)
-    logits(llama, past, text)
-    assert torch.equal(logits(own, None, text), wanted) and past.get_seq_length() == 10
-
-
 def test_attention_weights_are_given(llama: Any) -> None:
     llama.set_attn_implementation("eager")
     past, text = QuantizedCache(llama, **FP16, dequantize=True), tokens(1, 10)

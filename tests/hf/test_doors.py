@@ -48,20 +48,10 @@ def test_prefill_goes_on_where_it_is_told_to(llama: CachedModel) -> None:
         given = llama.prefill(cache, text[:, start:end], append=True)
     torch.testing.assert_close(given, llama.prefill(whole, text), atol=TOLERANCE, rtol=0)
     assert cache.seq_lens.tolist() == [40, 40]
-    with pytest.raises(ConfigError, match="append is 1: use True or False"):
-        llama.prefill(cache, text, append=1)  # type: ignore[arg-type]
-
-
-def test_logits_of_another_cache_are_told_by_an_empty_one(llama: CachedModel) -> None:
-    text, cache = tokens(2, 9), llama.new_cache(2, 32)
-    logits = llama.prefill(llama.new_cache(2, 32), text)
-    with pytest.raises(ConfigError, match=r"holds \[0, 0\] tokens .*so the logits cannot be"):
-        llama.generate(cache, logits, 3)
-    assert cache.seq_lens.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dequantize", [False, True], ids=["", "dequantize"])
-@pytest.mark.parametrize("text", ["Nero", TEXTS[0], "The city"])
+@pytest.mark.parametrize("text", ["Nero", TEXTS[0]])
 def test_the_next_text_of_a_pipeline_is_told_as_another_one(text: str, dequantize: bool) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
     model.set_attn_implementation("kvquant")
@@ -161,13 +151,6 @@ def test_an_encoder_that_is_loaded_as_a_decoder_is_served() -> None:
     text, cache = tokens(2, 12) % 97, model.new_cache(2, 32, **FP16)
     found = model.prefill(cache, text, [12, 5])
     torch.testing.assert_close(found[:1], model.plain(text[:1]), atol=TOLERANCE, rtol=0)
-
-
-def test_a_tokenizer_that_was_not_given_is_asked_for(llama: CachedModel) -> None:
-    with pytest.raises(ConfigError, match=r"encode needs .*tokenizer=Auto.*from_pretrained\(fold"):
-        llama.encode("Nero")
-    with pytest.raises(ConfigError, match=r"decode needs .*tokenizer=Auto.*from_pretrained\(fold"):
-        llama.decode([1, 2])
 
 
 # Names that transformers has as well

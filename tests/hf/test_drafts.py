@@ -172,11 +172,15 @@ def test_second_turns_that_cannot_draft_are_told(llama: Any, room: int | None) -
     check_logits(llama, found, 0)
 
 
-@pytest.mark.parametrize("kind", ["falcon", "bloom", "llama"])
-def test_models_that_attend_by_themselves_draft_in_a_second_turn(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["falcon", "bloom", "llama", "lfm2"])
+def test_models_that_attend_by_themselves_and_hybrids_draft_in_a_second_turn(kind: str) -> None:
     """BLOOM is told no positions, and takes its ids without their name."""
-    own = random_module(kind, {})
-    past = QuantizedCache(own, **FP16, dequantize=True)
+    own = random_module(kind, {"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {})
+    if own._is_stateful:
+        pytest.skip("older transformers drafts for no hybrid")
+    if kind == "lfm2":
+        own.set_attn_implementation("kvquant")
+    past = QuantizedCache(own, **FP16, dequantize=kind != "lfm2")
     ids = (tokens(1, 8) % 90).repeat(1, 2)
     answer = own.generate(ids, **caching(past), **OPTIONS).sequences
     text = torch.cat([answer, ids[:, :5]], dim=1)
@@ -184,21 +188,6 @@ def test_models_that_attend_by_themselves_draft_in_a_second_turn(kind: str) -> N
     assert past.get_seq_length() == found.sequences.shape[1] - 1
     alone = own(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
     torch.testing.assert_close(torch.cat(found.logits), alone, atol=TOLERANCE, rtol=0)
-
-
-def test_a_hybrid_drafts_in_a_second_turn() -> None:
-    lfm2 = random_module("lfm2", {"layer_types": ["conv", "full_attention"]})
-    if lfm2._is_stateful:
-        pytest.skip("older transformers drafts for no hybrid")
-    lfm2.set_attn_implementation("kvquant")
-    past = QuantizedCache(lfm2, **FP16)
-    ids = (tokens(1, 8) % 90).repeat(1, 2)
-    answer = lfm2.generate(ids, **caching(past), **OPTIONS).sequences
-    text = torch.cat([answer, ids[:, :5]], dim=1)
-    found = lfm2.generate(text, **caching(past), **OPTIONS, **LOOKUP)
-    alone = lfm2(found.sequences[:, :-1], use_cache=False).logits[0, -8:]
-    torch.testing.assert_close(torch.cat(found.logits), alone, atol=TOLERANCE, rtol=0)
-    assert past.get_seq_length() == found.sequences.shape[1] - 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])

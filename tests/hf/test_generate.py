@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, WITH_LOGITS, caching, sure_text  # noqa: E402
+from hf_cases import FP16, WITH_LOGITS, sure_text  # noqa: E402
 
 from kvquant.errors import ConfigError  # noqa: E402
-from kvquant.hf.argument import ARGUMENT  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.text import DRAFTS  # noqa: E402
 
@@ -34,16 +32,6 @@ def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def test_generation_ends_at_strings(model: Any, tokenizer: Any) -> None:
-    prompt = tokenizer(TEXT, return_tensors="pt")
-    options = {"max_new_tokens": 60, "do_sample": False, "tokenizer": tokenizer}
-    wanted = sure_text(model.generate(**prompt, stop_strings=["."], **options, **WITH_LOGITS))
-    cache = QuantizedCache(model, **FP16)
-    found = model.generate(**prompt, **cache.argument, stop_strings=["."], **options)
-    assert torch.equal(found, wanted) and tokenizer.decode(found[0]).endswith(".")
-    assert found.shape[1] < prompt.input_ids.shape[1] + 60
-
-
 @pytest.mark.parametrize(
     "options",
     [{"max_new_tokens": 20}, {"max_new_tokens": 60, "stop_sequence": "."}],
@@ -60,83 +48,6 @@ def test_a_pipeline_takes_the_cache(options: dict[str, Any], model: Any, tokeniz
     assert found == wanted
     assert cache.kv is not None and int(cache.kv.seq_lens) == cache.get_seq_length() > 6
     assert not options.get("stop_sequence") or wanted.endswith(".")
-
-
-def test_a_loss_of_several_batches_is_that_without_a_cache(model: Any) -> None:
-    ids = torch.randint(5, 97, (1, 12))
-    given = {"labels": ids, "num_items_in_batch": 24}
-    wanted = model(ids, **given, use_cache=False).loss
-    found = model(ids, **given, **QuantizedCache(model, **FP16).argument).loss
-    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
-
-
-def contrastive(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Contrastive search (https://arxiv.org/abs/2202.06417), 4 candidates, alpha 0.6: of the most
-    likely tokens that which is least like what was read, each tried by a call of the model.
-
-    Batch 1. What it needs of a cache: repeat sequences, and keep one of them. Each choice is
-    checked to be sure.
-    """
-    past, count, alpha = options[ARGUMENT], 4, 0.6
-    out = model(input_ids, **caching(past), output_hidden_states=True)
-    seen, logits = out.hidden_states[-1], out.logits[:, -1]
-    for _ in range(options["generation_config"].max_new_tokens):
-        chances, candidates = logits.softmax(-1).topk(count)
-        past.batch_repeat_interleave(count)
-        out = model(candidates.T, **caching(past), output_hidden_states=True)
-        new = out.hidden_states[-1]
-        alike = torch.cosine_similarity(new, seen.expand(count, -1, -1), dim=-1).amax(1)
-        scores = (1 - alpha) * chances[0] - alpha * alike
-        assert scores.topk(2).values.diff().abs() > 2e-3  # rows rounded to fp16 move them by 2e-4
-        best = scores.argmax()
-        past.batch_select_indices(best[None])
-        seen, logits = torch.cat([seen, new[best][None]], dim=1), out.logits[best]
-        input_ids = torch.cat([input_ids, candidates[:, best, None]], dim=1)
-    return input_ids
-
-
-def test_contrastive_search_tries_and_keeps_sequences(model: Any, tokenizer: Any) -> None:
-    prompt, found = tokenizer(TEXT, return_tensors="pt"), []
-    for past in (transformers.DynamicCache(), QuantizedCache(model, **FP16)):
-        options = caching(past) | {"max_new_tokens": 8, "custom_generate": contrastive}
-        found.append(model.generate(**prompt, **options))
-        assert past.get_seq_length() == found[0].shape[1]
-    assert torch.equal(*found) and past.kv is not None and past.kv.batch == 1
-    greedy = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-    assert not torch.equal(found[0], greedy)  # it is another search
-
-
-@pytest.mark.parametrize("is_in_a_thread", [False, True], ids=["printed", "iterated"])
-def test_streamers_get_the_text(
-    is_in_a_thread: bool, model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompt, options = tokenizer(TEXT, return_tensors="pt"), {"max_new_tokens": 12}
-    cache = QuantizedCache(model, k_format="int8", v_format="int8")
-    streamed: Any
-    if is_in_a_thread:
-        streamed = transformers.TextIteratorStreamer(tokenizer, timeout=60)
-        given = options | dict(prompt) | cache.argument | {"streamer": streamed}
-        thread = threading.Thread(target=model.generate, kwargs=given)
-        thread.start()
-        text = "".join(streamed)
-        thread.join()
-    else:
-        streamed = transformers.TextStreamer(tokenizer)
-        model.generate(**prompt, **cache.argument, **options, streamer=streamed)
-        text = capsys.readouterr().out
-    again = QuantizedCache(model, k_format="int8", v_format="int8")
-    wanted = tokenizer.decode(model.generate(**prompt, **again.argument, **options)[0])
-    assert text.rstrip("\n") == wanted and len(wanted) > len(TEXT)
-
-
-def test_a_static_cache_of_transformers_attends_by_sdpa(model: Any, tokenizer: Any) -> None:
-    batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="left", return_tensors="pt")
-    options, found = {"max_new_tokens": 8, "do_sample": False}, []
-    for name in ("sdpa", "kvquant"):
-        model.set_attn_implementation(name)
-        past = transformers.StaticCache(config=model.config, max_cache_len=40)
-        found.append(model.generate(**batch, **caching(past), **options))
-    assert torch.equal(*found)
 
 
 def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> None:

@@ -15,12 +15,11 @@ from kvquant import load_cache, save_cache
 from kvquant.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, caching, random_module, tiny, tokens  # noqa: E402
+from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402
 
 from kvquant.hf.argument import ARGUMENT  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
-BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 6,
     "do_sample": False,
@@ -235,18 +234,6 @@ def test_what_cannot_be_known_is_taken_for_the_text(llama: Any, tmp_path: Path) 
         llama.generate(torch.cat([found, prompt], dim=1), **caching(one), **OPTIONS)
 
 
-def test_a_pipeline_with_a_second_text_raises() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        BUNDLED, attn_implementation="kvquant"
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
-    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    past = QuantizedCache(model)
-    pipe("Nero", **caching(past), max_new_tokens=3)
-    with pytest.raises(ConfigError, match=OTHER):
-        pipe("The city of Manila was founded in a year", **caching(past), max_new_tokens=3)
-
-
 def test_generate_without_our_cache_is_that_of_transformers(llama: Any) -> None:
     names = inspect.signature(llama.generate).parameters
     assert next(iter(names)) == "inputs" and "generation_config" in names
@@ -255,12 +242,3 @@ def test_generate_without_our_cache_is_that_of_transformers(llama: Any) -> None:
     assert torch.equal(llama.generate(input_ids=ids, **OPTIONS), found)
     with pytest.raises(ValueError, match="not_an_option"):
         llama.generate(ids, not_an_option=1, **OPTIONS)
-
-
-def test_a_hybrid_compares_too() -> None:
-    lfm2 = random_module("lfm2", {"layer_types": ["conv", "full_attention"]})
-    lfm2.set_attn_implementation("kvquant")
-    past, text = QuantizedCache(lfm2, **FP16), text_of(1, 8) % 90 + 3
-    lfm2.generate(text, **caching(past), **OPTIONS)
-    with pytest.raises(ConfigError, match=OTHER):
-        lfm2.generate(torch.cat([text + 1, text, text], dim=1), **caching(past), **OPTIONS)

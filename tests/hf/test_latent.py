@@ -32,7 +32,6 @@ from hf_cases import (  # noqa: E402
     WITH_LOGITS,
     RoundedCache,
     assert_answers,
-    assert_likeliest,
     caching,
     hands_latents,
     needs_latents,
@@ -128,49 +127,6 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 
 
 @needs_latents
-@pytest.mark.parametrize(
-    "rows", [{"fmt": "fp16"}, {"fmt": "int4-g4", "sink_len": 4, "recent_len": 64}], ids=str
-)
-def test_rows_in_16_bit_are_exact(rows: dict[str, Any], model: CachedModel) -> None:
-    """Those of a 16-bit format, and sinks and recent tokens of any."""
-    cache = model.new_cache(2, 64, **(FP16_LATENTS | rows))
-    assert error(read(model, cache), plain(model, RoundedCache)) < TOLERANCE
-
-
-@needs_latents
-def test_a_model_in_bf16_is_as_near_to_float32_as_by_transformers() -> None:
-    model = deepseek(**DENSE)
-    model.model.bfloat16()
-    theirs = plain(model, transformers.DynamicCache).float()
-    ours = read(CachedModel(model.model), CachedModel(model.model).new_cache(2, 64, fmt="bf16"))
-    model.model.float()  # of the same weights
-    wanted = plain(model, transformers.DynamicCache)
-    assert ours.dtype == torch.bfloat16
-    assert error(ours.float(), wanted) < 2 * error(theirs, wanted)
-
-
-@needs_latents
-def test_fewer_bits_cost_more() -> None:
-    model = deepseek(**DENSE)
-    wanted = plain(model, transformers.DynamicCache).log_softmax(-1)
-    found = []
-    for fmt in ("fp16", "int8-g4", "int4-g8+fp8-g4"):
-        cache = model.new_cache(2, 64, **(FP16_LATENTS | {"fmt": fmt}))
-        given = read(model, cache).log_softmax(-1)
-        kl = torch.nn.functional.kl_div(given, wanted, log_target=True, reduction="none")
-        found.append(float(kl.sum(-1).mean()))
-    assert found[0] < 1e-5 < found[1] < 1e-3 < found[2] < 0.5
-
-
-@needs_latents
-@pytest.mark.parametrize("chunk", [1, 4, None])
-def test_chunks_do_not_matter(chunk: int | None, model: CachedModel) -> None:
-    wanted = read(model, model.new_cache(2, 64, **FP16_LATENTS))
-    given = read(model, model.new_cache(2, 64, **FP16_LATENTS), chunk)
-    assert error(given, wanted) < TOLERANCE
-
-
-@needs_latents
 def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
     model: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,24 +201,6 @@ def test_memory_that_is_not_in_use_is_not_read(model: CachedModel) -> None:
 
 
 @needs_latents
-def test_generate_chooses_the_likeliest_tokens() -> None:
-    text, model = texts(), deepseek(**DENSE)
-    cache = model.new_cache(2, 64, **FP16_LATENTS)
-    for token in model.generate(cache, model.prefill(cache, text), 8).unbind(1):
-        assert_likeliest(model.plain(text), token)
-        text = torch.cat([text, token[:, None]], dim=1)
-
-
-@needs_latents
-def test_a_cropped_cache_goes_on_as_before(model: CachedModel) -> None:
-    cache, text = model.new_cache(2, 64, recent_len=8), texts()
-    first = read(model, cache)
-    cache.crop(torch.tensor(LENS))
-    again = torch.stack([model.step(cache, x) for x in text[:, LENS[0] :].unbind(1)])
-    assert torch.equal(again, first[1:])
-
-
-@needs_latents
 @pytest.mark.parametrize("fmt", ["int8-g4", "int4-g8+fp8-g4"])
 def test_a_saved_cache_goes_on_with_the_same_tokens(
     fmt: str, model: CachedModel, tmp_path: Path
@@ -297,19 +235,6 @@ def test_generate_of_transformers_takes_a_quantized_cache(options: dict[str, Any
         found = model.generate(text, **caching(cache), **given, **WITH_LOGITS)
         assert_answers(model, found, mask)
         assert isinstance(cache.kv, LatentKVCache)
-
-
-@needs_latents
-@pytest.mark.slow
-def test_a_compiled_model_attends_outside_of_graphs(model: CachedModel) -> None:
-    step: Any = torch.compile(model.model.forward, backend="eager")
-    own = model.new_cache(2, 64, **FP16_LATENTS)
-    wanted = [model.prefill(own, texts()[:, :9]), model.step(own, texts()[:, 9])]
-    model.model.set_attn_implementation("kvquant")
-    cache = QuantizedCache(model.model, **FP16_LATENTS)
-    for part, logits in zip((texts()[:, :9], texts()[:, 9:10]), wanted, strict=True):
-        assert error(step(part, **caching(cache)).logits[:, -1], logits) < TOLERANCE
-    model.model.set_attn_implementation("sdpa")
 
 
 @needs_latents
@@ -575,14 +500,6 @@ def test_plans_and_formats_that_do_not_fit_are_refused(model: CachedModel) -> No
 
 
 @needs_latents
-def test_the_rope_parts_of_a_float16_model_are_fp16(model: CachedModel) -> None:
-    for exact, fmt in (("bf16", "int8-g4"), ("fp16", "int8-g4+fp16")):
-        cache = model.new_cache(2, 64, exact_format=exact)
-        assert isinstance(cache, LatentKVCache)
-        assert [str(one) for one in cache.formats] == [fmt] * 2
-
-
-@needs_latents
 def test_caches_of_other_models_are_refused(model: CachedModel) -> None:
     llama = tiny("Llama", vocab_size=97)
     with pytest.raises(ShapeError, match=r"has keys and values of heads, and .* keeps latent rows"):
@@ -606,22 +523,6 @@ def test_a_layer_that_attends_otherwise_later_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedModelError, match=message):
         model.step(cache, text[:, 9])
     assert [one.seq_lens.tolist() for one in cache.layers] == [[9, 9]] * 2
-
-
-@needs_latents
-def test_latents_of_one_layer_are_not_those_of_another() -> None:
-    model = deepseek().model
-    model.set_attn_implementation("kvquant")
-    cache, hidden = QuantizedCache(model), torch.randn(2, 1, 128)
-    handed = cache.update(torch.randn(2, 1, 1, 256), torch.randn(2, 1, 1, 32), 0)
-    turns = model.model.rotary_emb(hidden, torch.tensor([[0]]))
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 .* other keys than those it gave"):
-        model.model.layers[1].self_attn(hidden, turns, None)
-    assert cache.latents is None and cache.kv is not None and not cache.kv.seq_lens.any()
-    handed = cache.update(*handed, 0)
-    cache.reset()
-    assert cache.latents is None
-    del handed  # until here a call had them
 
 
 @needs_latents

@@ -182,6 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"quantized weights \(lm_head\.weight is I8\), and config\.json does not tell",
     ),
     "quantized somehow": ({"changes": {"quantization_config": "x"}}, "has quantized weights"),
+    "nonsense": ({"files": {"model.safetensors": b"nonsense"}}, "could not be loaded"),
     "no JSON": ({"files": {"config.json": b"{"}}, r"config\.json could not be read"),
     "deep JSON": ({"files": {"config.json": b"[" * 100_000}}, r"config\.json could not be read"),
     "no object": ({"files": {"config.json": []}}, "holds no JSON object"),

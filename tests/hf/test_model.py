@@ -54,80 +54,104 @@ def lengths(cache: KVCache) -> list[list[int]]:
     return [at.seq_lens.tolist() for at in cache.layers]
 
 
-@pytest.mark.parametrize("lens", [[3.9, 7.2], torch.ones(2, dtype=torch.bool), [True, False]])
-def test_lens_are_whole_numbers(lens: Any, model: CachedModel) -> None:
-    cache = model.new_cache(2, 32)
-    with pytest.raises(ConfigError, match=r"lens is .*: use whole numbers"):
-        model.prefill(cache, tokens(2, 20), lens)
-    assert lengths(cache) == [[0, 0]] * 2
-    model.prefill(cache, tokens(2, 20), torch.tensor([3, 7], dtype=torch.int32))
-    assert lengths(cache) == [[3, 7]] * 2
+Refused = tuple[Callable[[CachedModel, KVCache], Any], type[KVQuantError], str]
+TAKEN = torch.tensor([[1, 2], [3, 4]])
+WHOLE, OF_1_TO_20 = r"lens is .*: use whole numbers", r"give \[2\] of 1 to 20"
+INT64, OUTSIDE = "give token ids as int64", "is not in the vocabulary"
+LOGITS = torch.zeros(2, 256)
+TOKENIZER = "needs .*tokenizer=Auto.*from_pretrained"
 
 
-@pytest.mark.parametrize("count", [0, -3, 2.5, True, "4"])
-def test_generate_adds_a_whole_number_of_tokens(count: Any, model: CachedModel) -> None:
+def called(name: str, *given: Any, **options: Any) -> Callable[[CachedModel, KVCache], Any]:
+    """A method of a model, on a cache with two sequences of 8 tokens and room for 32."""
+    return lambda model, cache: getattr(model, name)(cache, *given, **options)
+
+
+def with_tokens(wrong: Any, error: type[KVQuantError], words: str) -> list[Refused]:
+    """Tokens that no call takes."""
+    return [
+        (called("prefill", wrong, append=True), error, words),
+        (lambda model, _: model.plain(wrong), error, words),
+        (lambda model, _: model.observe(wrong, lambda *shown: None), error, words),
+    ]
+
+
+CALLS: list[Refused] = [
+    *(
+        (called("prefill", tokens(2, 20), lens, append=True), ConfigError, WHOLE)
+        for lens in ([3.9, 7.2], torch.ones(2, dtype=torch.bool), [True, False])
+    ),
+    (called("prefill", tokens(2, 20), [0, 4], append=True), ShapeError, OF_1_TO_20),
+    (called("prefill", tokens(2, 20), [21, 4], append=True), ShapeError, OF_1_TO_20),
+    (called("prefill", tokens(2, 40), append=True), ShapeError, "48 tokens do not fit"),
+    (called("prefill", TAKEN), ConfigError, r"tokens already .*append=True.*reset\(\)"),
+    (called("prefill", TAKEN, append=1), ConfigError, "append is 1: use True or False"),
+    *(
+        (called("prefill", TAKEN, append=True, chunk=chunk), ConfigError, "chunk .* is not pos")
+        for chunk in (0, 2.5, True)
+    ),
+    *with_tokens(torch.ones(2, 4), ConfigError, r"torch\.float32: give token ids as int64"),
+    *with_tokens(torch.ones(2, 4, dtype=torch.bool), ConfigError, INT64),
+    *with_tokens(torch.tensor([[1, 2], [3, 256]]), ConfigError, r"token 256 .* ids are 0 to 255"),
+    *with_tokens(torch.tensor([[1, 2], [3, -1]]), ConfigError, f"token -1 {OUTSIDE}"),
+    *with_tokens([[1, 2], [3, 4]], ConfigError, "tokens are list: give a tensor"),
+    *(
+        (called("prefill", tokens(*shape), append=True), ShapeError, r"give \[2, 1 or more\]")
+        for shape in ((3, 4), (2, 4, 1), (2, 0))
+    ),
+    (called("step", tokens(2, 1)), ShapeError, r"give \[2\]"),
+    (called("step", torch.ones(2)), ConfigError, INT64),
+    (called("step", torch.tensor([1, 256])), ConfigError, OUTSIDE),
+    *(
+        (called("generate", LOGITS, count), ConfigError, "num_tokens .* is not possible: use a w")
+        for count in (0, -3, 2.5, True, "4")
+    ),
+    (called("generate", LOGITS, 26), ShapeError, "33 tokens do not fit into a cache with max_seq"),
+    (called("generate", LOGITS[:1], 2), ShapeError, r"logits are \[1, 256\]: give \[2, vocab"),
+    (called("generate", [[0.0]], 2), ConfigError, "logits is of type list: give a tensor"),
+    *(
+        (called("generate", LOGITS, 5, **{name: value}), ConfigError, words)
+        for name, value, words in (
+            ("eos_token_id", [2, 256], f"eos_token_id 256 {OUTSIDE}"),
+            ("eos_token_id", -1, f"eos_token_id -1 {OUTSIDE}"),
+            ("eos_token_id", "</s>", "eos_token_id is '</s>': use whole numbers"),
+            ("eos_token_id", True, "eos_token_id is torch.bool: use whole numbers"),
+            ("choose", [], "choose is of type list: give a function of a tensor"),
+            ("choose", lambda x: x[:, 0], "tokens are torch.float32: give token ids as int64"),
+            ("choose", lambda x: x.argmax(-1) + 256, OUTSIDE),
+        )
+    ),
+    (lambda model, _: model.stepper("x", 2), ConfigError, "cache is of type str"),  # type: ignore[arg-type]
+    (lambda model, _: model.stepper("x", 20), ConfigError, "cache is of type str"),  # type: ignore[arg-type]
+    (lambda model, _: model.encode("Nero"), ConfigError, f"encode {TOKENIZER}"),
+    (lambda model, _: model.decode([1, 2]), ConfigError, f"decode {TOKENIZER}"),
+    (
+        lambda model, _: model.generate(model.new_cache(2, 32), LOGITS, 3),
+        ConfigError,
+        r"holds \[0, 0\] tokens .*so the logits cannot be",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), CALLS, ids=[words for *_, words in CALLS])
+def test_refused_calls_change_nothing(
+    call: Callable[[CachedModel, KVCache], Any],
+    error: type[KVQuantError],
+    words: str,
+    model: CachedModel,
+) -> None:
     cache = model.new_cache(2, 32)
-    logits = model.prefill(cache, tokens(2, 8))
-    with pytest.raises(ConfigError, match=r"num_tokens .* is not possible: use a whole number"):
-        model.generate(cache, logits, count)
-    assert model.generate(cache, logits, 1).shape == (2, 1)
+    model.prefill(cache, tokens(2, 8))
+    with pytest.raises(error, match=words):
+        call(model, cache)
     assert lengths(cache) == [[8, 8]] * 2
 
 
-@pytest.mark.parametrize("chunk", [0, 2.5, True])
-def test_chunks_are_whole_numbers(chunk: Any, model: CachedModel) -> None:
-    with pytest.raises(ConfigError, match=r"chunk .* is not possible"):
-        model.prefill(model.new_cache(1, 8), tokens(1, 4), chunk=chunk)
-
-
-def test_generate_that_does_not_fit_adds_nothing(model: CachedModel) -> None:
+def test_the_last_places_of_a_cache_are_taken(model: CachedModel) -> None:
     cache = model.new_cache(2, 12)
-    logits = model.prefill(cache, tokens(2, 8))
-    with pytest.raises(ShapeError, match="13 tokens do not fit into a cache with max_seq_len 12"):
-        model.generate(cache, logits, 6)
-    with pytest.raises(ShapeError, match=r"logits are \[1, 256\]: give \[2, vocabulary\]"):
-        model.generate(cache, logits[:1], 2)
-    with pytest.raises(ConfigError, match="logits is of type list: give a tensor"):
-        model.generate(cache, logits.tolist(), 2)  # type: ignore[arg-type]
-    for steps in (2, 20):
-        with pytest.raises(ConfigError, match="cache is of type str"):
-            model.stepper("x", steps)  # type: ignore[arg-type]
-    assert lengths(cache) == [[8, 8]] * 2
+    logits = model.prefill(cache, tokens(2, 8), torch.tensor([7, 8], dtype=torch.int32))
+    assert model.generate(cache, logits, 1).shape == (2, 1) and lengths(cache) == [[7, 8]] * 2
     assert model.generate(cache, logits, 5).shape == (2, 5)
-
-
-WRONG: dict[str, tuple[Any, type[KVQuantError], str]] = {
-    "fractions": (torch.ones(2, 4), ConfigError, r"torch\.float32: give token ids as int64"),
-    "masks": (torch.ones(2, 4, dtype=torch.bool), ConfigError, "give token ids as int64"),
-    "beyond": (torch.tensor([[1, 2], [3, 256]]), ConfigError, r"token 256 .* ids are 0 to 255"),
-    "below": (torch.tensor([[1, 2], [3, -1]]), ConfigError, r"token -1 is not in the vocabulary"),
-    "lists": ([[1, 2], [3, 4]], ConfigError, "tokens are list: give a tensor"),
-    "batch": (tokens(3, 4), ShapeError, r"tokens are \[3, 4\]: give \[2, 1 or more\]"),
-    "axes": (tokens(2, 4, 1), ShapeError, r"tokens are \[2, 4, 1\]: give \[2, 1 or more\]"),
-    "none": (tokens(2, 0), ShapeError, r"tokens are \[2, 0\]: give \[2, 1 or more\]"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_tokens_are_of_the_vocabulary(case: str, model: CachedModel) -> None:
-    (wrong, error, message), cache = WRONG[case], model.new_cache(2, 32)
-    model.prefill(cache, tokens(2, 4))
-    with pytest.raises(error, match=message):
-        model.prefill(cache, wrong)
-    if (
-        isinstance(wrong, torch.Tensor)
-        and wrong.ndim == 2
-        and wrong.shape[0] == 2 > case.count("n")
-    ):
-        with pytest.raises(error):
-            model.step(cache, wrong[:, -1])
-    with pytest.raises(ShapeError, match=r"give \[2\]"):
-        model.step(cache, tokens(2, 1))
-    assert lengths(cache) == [[4, 4]] * 2
-    if case in ("fractions", "beyond", "below", "lists"):
-        for call in (model.plain, lambda given: model.observe(given, lambda *shown: None)):
-            with pytest.raises(error, match=message):
-                call(wrong)
 
 
 def test_tokens_of_32_bit_are_taken(model: CachedModel) -> None:
@@ -163,23 +187,6 @@ def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> 
 
 
 # Calls that raise change nothing
-
-
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_prompt_that_fails_in_a_later_chunk_is_not_there(at: int, model: CachedModel) -> None:
-    cache, text, calls = model.new_cache(2, 64, sink_len=2, recent_len=4), tokens(2, 30), []
-    model.prefill(cache, text[:, :10])
-
-    def fail(*_: Any) -> None:
-        calls.append(0)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-
-    hook = model.model.lm_head.register_forward_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        model.prefill(cache, text, [30, 17], append=True, chunk=7)
-    hook.remove()
-    assert lengths(cache) == [[10, 10]] * 2
 
 
 @pytest.mark.parametrize("past", [0, 40])
@@ -283,23 +290,6 @@ def test_positions_beyond_a_learned_table_are_refused_before_anything_is_appende
     for call in (model.plain, lambda given: model.observe(given, lambda *shown: None)):
         with pytest.raises(ShapeError, match="20 positions are needed"):
             call(text)
-
-
-def test_positions_that_are_not_given_are_refused() -> None:
-    sizes = {"d_model": 128, "decoder_layers": 1, "decoder_attention_heads": 2, "encoder_layers": 1}
-    for kind, message in (
-        ("Roberta", r"roberta models count positions from padding_idx \+ 1"),
-        ("Bart", "bart models count the positions of all sequences alike"),
-    ):
-        model = tiny(
-            kind, is_decoder=True, num_key_value_heads=None, num_attention_heads=2, **sizes
-        )
-        for call in (
-            lambda: model.new_cache(1, 8),  # noqa: B023
-            lambda: model.prefill(KVCache(2, 1, 2, 64, 8), tokens(1, 4)),  # noqa: B023
-        ):
-            with pytest.raises(UnsupportedModelError, match=message):
-                call()
 
 
 def test_keys_that_are_turned_by_the_length_of_the_text_are_all_turned_alike() -> None:
@@ -421,14 +411,20 @@ def test_windows_are_those_of_all_layers() -> None:
     assert cache_layers(model.config).shared == {2: 0, 3: 1}
 
 
-def test_rows_that_are_bad_are_told_before_a_step(
+def test_rows_that_are_bad_are_told_before_a_prompt_or_a_step(
     model: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    cache = model.new_cache(1, 64)
     rows = torch.full((1, 2, 3, 64), torch.nan)
-    for index in range(2):
-        cache.append(index, rows, rows)
-    with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
-        model.step(cache, tokens(1))
-    assert lengths(cache) == [[3], [3]]
+    calls: list[Callable[[KVCache], Any]] = [
+        lambda cache: model.step(cache, tokens(1)),
+        lambda cache: model.prefill(cache, tokens(1, 8), append=True),
+    ]
+    for call in calls:
+        cache = model.new_cache(1, 64)
+        for index in range(2):
+            cache.append(index, rows, rows)
+        with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
+            call(cache)
+        assert lengths(cache) == [[3], [3]]
+    assert cache.bad_rows.tolist() == [0, 0]

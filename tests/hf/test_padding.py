@@ -258,14 +258,6 @@ def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
     assert columns.lens == [2, 8] and columns.without_last(1).lens == [2, 7]
 
 
-def test_after_a_reset_a_padded_batch_of_another_size_is_read_as_anew(llama: Any) -> None:
-    past, text = QuantizedCache(llama, **ROWS), padded(prompts()[:2], left=True)
-    llama(tokens(3, 24), **caching(past))
-    past.reset()
-    llama(**text, **caching(past))
-    assert past.kv is not None and past.kv.seq_lens.tolist() == LENS[:2]
-
-
 def test_padding_read_without_positions_does_not_go_on_with_others(llama: Any) -> None:
     past, text = QuantizedCache(llama, **ROWS), padded(prompts(), left=True)
     llama(**{name: given[:, :-1] for name, given in text.items()}, **caching(past))
@@ -375,11 +367,6 @@ def test_the_first_token_tells_its_position(llama: Any) -> None:
     past = QuantizedCache(llama, **ROWS)
     llama(tokens(2, 1), position_ids=torch.full((2, 1), 5), **caching(past))
     assert past.kv is not None and past.kv.start_positions.tolist() == [5, 5]
-
-
-def test_generate_without_use_cache_is_told(llama: Any) -> None:
-    with pytest.raises(ConfigError, match="give use_cache=True"):
-        llama.generate(tokens(3, 24), **caching(QuantizedCache(llama)), use_cache=False, **OPTIONS)
 
 
 def mostly_padding(model: Any) -> QuantizedCache:

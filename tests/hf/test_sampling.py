@@ -10,7 +10,6 @@ import torch
 from kvquant import KVCache
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
-from kvquant.errors import ConfigError
 
 pytest.importorskip("transformers")
 from hf_cases import random_module, tiny, tokens
@@ -55,16 +54,6 @@ def assert_same_text(one: KVCache, other: KVCache, sequence: int) -> None:
             assert getattr(mine, name)[sequence] == getattr(theirs, name)[sequence]
         found, wanted = one.attend(index, q), other.attend(index, q)
         assert torch.equal(found[sequence], wanted[sequence])
-
-
-def test_choose_may_fill_one_tensor_again_and_again(model: CachedModel) -> None:
-    filled = torch.empty(2, dtype=torch.int64)
-
-    def choose(logits: torch.Tensor) -> torch.Tensor:
-        return filled.copy_(logits.argmax(-1))
-
-    found = model.generate(*read(model), 6, choose=choose, **FREE)
-    assert torch.equal(found, free_texts(model, 6))
 
 
 @pytest.mark.parametrize("rollback_len", [4, 64])
@@ -153,36 +142,3 @@ def test_tokens_are_those_that_are_chosen(model: CachedModel) -> None:
         assert torch.equal(column, second(scores))
         scores = model.step(wanted, column)
     assert not torch.equal(found, free_texts(model, 6))
-
-
-def test_a_choice_that_raises_adds_nothing(model: CachedModel) -> None:
-    cache, logits = read(model)
-
-    def stop(scores: torch.Tensor) -> torch.Tensor:
-        if cache.seq_lens[0] == 15:
-            raise KeyboardInterrupt
-        return scores.argmax(-1)
-
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(cache, logits, 10, **FREE, choose=stop)
-    assert cache.seq_lens.tolist() == [12, 7]
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "beyond": ({"eos_token_id": [2, 256]}, "eos_token_id 256 is not in the vocabulary"),
-    "below": ({"eos_token_id": -1}, "eos_token_id -1 is not in the vocabulary"),
-    "word": ({"eos_token_id": "</s>"}, "eos_token_id is '</s>': use whole numbers"),
-    "yes": ({"eos_token_id": True}, "eos_token_id is torch.bool: use whole numbers"),
-    "no function": ({"choose": []}, "choose is of type list: give a function of a tensor"),
-    "no ids": ({"choose": lambda x: x[:, 0]}, "tokens are torch.float32: give token ids as int64"),
-    "no token": ({"choose": lambda x: x.argmax(-1) + 256}, "is not in the vocabulary"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_options_that_are_not_possible_add_nothing(case: str, model: CachedModel) -> None:
-    options, message = WRONG[case]
-    cache, logits = read(model)
-    with pytest.raises(ConfigError, match=message):
-        model.generate(cache, logits, 5, **options)
-    assert cache.seq_lens.tolist() == [12, 7]

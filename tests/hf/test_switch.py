@@ -92,14 +92,6 @@ def tiny_bloom() -> Any:
     return transformers.BloomForCausalLM(config)
 
 
-def test_a_model_generates_by_itself_after_a_call() -> None:
-    model, text = tiny("Mistral", sliding_window=16), tokens(1, 20)
-    options = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 999, "do_sample": False}
-    expected = model.model.generate(text, **options)
-    model.prefill(model.new_cache(1, 32), text)
-    assert torch.equal(model.model.generate(text, **options), expected)
-
-
 def test_parts_keep_implementations_of_their_own() -> None:
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(

@@ -70,14 +70,6 @@ def test_exact_rows_go_out_as_they_came_in(tmp_path: Path, name: str, dtype: tor
     assert all(tensors[key].equal(raw[key]) for key in raw)
 
 
-def test_quantized_rows_go_out_as_their_values(tmp_path: Path) -> None:
-    cache = quantize(tmp_path, make_raw(), k_format="int4-g4", v_format="int8", sink_len=1)
-    tensors, _ = export(tmp_path, cache, "bf16")
-    for i in range(2):
-        k, v = cache.dequantized(i, torch.bfloat16)
-        assert tensors[f"layers.{i}.k"].equal(k) and tensors[f"layers.{i}.v"].equal(v)
-
-
 def test_quantize_raw_appends_what_the_file_holds(tmp_path: Path) -> None:
     raw = make_raw(torch.float32)
     raw["layers.1.v"] = raw["layers.1.v"][..., :64].contiguous()
@@ -90,15 +82,6 @@ def test_quantize_raw_appends_what_the_file_holds(tmp_path: Path) -> None:
         other.append(i, raw[f"layers.{i}.k"], raw[f"layers.{i}.v"], LENS)
         for a, b in zip(cache.dequantized(i), other.dequantized(i), strict=True):
             assert a.equal(b)
-
-
-def test_without_seq_lens_all_tokens_are_in_use(tmp_path: Path) -> None:
-    raw = make_raw()
-    del raw["seq_lens"]
-    save_file(raw, tmp_path / "raw.safetensors")
-    with RawFile(tmp_path / "raw.safetensors") as loaded:
-        assert loaded.seq_lens.tolist() == [13, 13]
-        assert loaded.layer(1)[0].equal(raw["layers.1.k"])
 
 
 @pytest.mark.parametrize("size", ["13", 13.5, True, 2**31])
@@ -190,8 +173,10 @@ def e4m3(byte: int) -> float:
     return -value if sign else value
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("to, dim", [("fbgemm", 128), ("xformers", 128), ("xformers", 512)])
+@pytest.mark.parametrize(
+    "to, dim, groups",
+    [("fbgemm", 128, 1), ("fbgemm", 128, 8), ("xformers", 128, 4), ("xformers", 512, 2)],
+)
 def test_int4_export_decodes_by_the_other_layout(
     tmp_path: Path, to: str, dim: int, groups: int
 ) -> None:

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import latent_pages
 import numpy as np
 import pytest
 import torch
 from forged import forge
 from invariants import check_invariants
-from paged_cases import begin, extend, make, new_rows, same, seen, values
+from latent_pages import FORMATS
+from paged_cases import begin, extend, make, new_rows, rows_of, same, seen, values
 from safetensors.torch import load_file
 
+from kvquant import KVCache, LatentPagedBatch, load_cache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, DeviceError, OutOfPagesError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.io.tensor_files import SafetensorsFile
@@ -22,9 +25,9 @@ from kvquant.paged.batch import PagedBatch
 CONFIG = {"model_type": "toy", "hidden_size": 64}
 
 
-def filled(**options: Any) -> PagedBatch:
+def filled(latents: bool = False, **options: Any) -> PagedBatch | LatentPagedBatch:
     """Three sequences: "a" of 60 tokens, a fork "b" that went on, and 7 of 2 tokens."""
-    batch = PagedBatch(make(**options), 4, 100)
+    batch = batch_of(latents, **options)
     begin(batch, "a", 60, range(60))
     batch.cache.fork("a", "b")
     extend(batch, ["b"], 9, range(9))
@@ -32,25 +35,32 @@ def filled(**options: Any) -> PagedBatch:
     return batch
 
 
+def batch_of(latents: bool, **options: Any) -> PagedBatch | LatentPagedBatch:
+    if latents:
+        return LatentPagedBatch(latent_pages.make(fmt=FORMATS["cuda"], **options), 4, 100)
+    return PagedBatch(make(**options), 4, 100)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("latents", [False, True], ids=["heads", "latents"])
 def test_a_round_trip_is_bit_exact_and_goes_on(
-    lengths: tuple[int, int], device: str, tmp_path: Path
+    latents: bool, lengths: tuple[int, int], device: str, tmp_path: Path
 ) -> None:
-    options = {"sink_len": lengths[0], "recent_len": lengths[1]}
-    batch = filled(**options, device=device)
+    options: dict[str, Any] = {"sink_len": lengths[0], "recent_len": lengths[1]}
+    batch = filled(latents, **options, device=device)
     path = tmp_path / "saved.safetensors"
     assert save_sequences(batch.cache, ["b", 7, "a"], path, creation={"by": "test"}) == path
-    other = PagedBatch(make(**options), 4, 100)
+    other = batch_of(latents, **options)
     begin(other, "c", 30)  # so that pages and sequence slots are others
     assert load_sequences(other.cache, path) == ["b", 7, "a"]
     check_invariants(other.cache)
+    assert other.cache.match_prefix(range(60)) == batch.cache.match_prefix(range(60)) > 0
     for name in ("a", "b", 7):
-        ours, theirs = values(other.cache, name), values(batch.cache, name)
-        assert same(ours, [x.cpu() for x in theirs])
+        assert same(values(other.cache, name), [x.cpu() for x in values(batch.cache, name)])
     for name in ("a", "b", 7):
-        rows = new_rows(20)
-        extend(batch, [name], 20, rows=rows.to(device))
+        rows = rows_of(other.cache, 20)
+        extend(batch, [name], 20, rows=[x.to(device) for x in rows])
         extend(other, [name], 20, rows=rows)
         assert same(values(other.cache, name), [x.cpu() for x in values(batch.cache, name)])
 
@@ -147,6 +157,15 @@ def test_a_file_that_does_not_fit_the_cache_is_refused(
     with pytest.raises(CheckpointError, match=message):
         load_sequences(cache, path)
     assert cache.ids == []
+
+
+def test_files_of_the_other_kind_are_refused(tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a"], tmp_path / "saved.safetensors")
+    with pytest.raises(CheckpointError, match=r"a paged cache: load_sequences reads it"):
+        load_cache(path)
+    save_cache(KVCache(1, 1, 2, 64, 40), tmp_path / "cache.safetensors")
+    with pytest.raises(CheckpointError, match=r"this is a kvquant cache: load_cache reads it"):
+        load_sequences(make(), tmp_path / "cache.safetensors")
 
 
 def test_without_room_nothing_is_loaded(tmp_path: Path) -> None:

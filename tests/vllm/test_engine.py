@@ -133,29 +133,6 @@ def test_pages_saved_by_one_engine_are_loaded_by_another(own: Any, tmp_path: Pat
     check_same_rows(found, wanted)
 
 
-@pytest.mark.parametrize(
-    "rows", [INT4, {"k_format": "int8", "v_format": "int4-g4"}], ids=["even", "uneven"]
-)
-def test_offloaded_pages_come_back(own: Any, rows: dict[str, str]) -> None:
-    """By OffloadingConnector, with a worker that needs no GPU."""
-    from vllm.config import KVTransferConfig
-
-    extra = {"spec_name": "HostSpec", "spec_module_path": "host_offloading"}
-    offloading = KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={**extra, "cpu_bytes_to_use": 16 << 20},
-    )
-    prompts = [prompt for prompt, n in zip(own[0], LENGTHS, strict=True) if n in (150, 200, 300)]
-    with engine(rows, kv_transfer_config=offloading) as llm:
-        generate(llm, prompts, TOKENS)
-        wanted = generate(llm, prompts, TOKENS)  # from its own pages
-        assert counter(llm, "external_prefix_cache_hits") == 0
-        llm.reset_prefix_cache()
-        check_same_rows(generate(llm, prompts, TOKENS), wanted)
-        assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
-
-
 def _abort_one(llm: Any, prompts: list[Any], wanted: list[Text]) -> None:
     """Abort the second of four requests in the middle: the others do not notice."""
     aborted, others = abort_second(llm, prompts, TOKENS, logprobs=5)

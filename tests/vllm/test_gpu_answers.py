@@ -9,34 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from compared_answers import arguments
 from vllm_answers import CASES
 from vllm_engines import ROOT
 
 SIDE_BY_SIDE = 3  # engines
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["F", "own", "bf16", "--side-by-side", "4"],
-        ["F", "--side-by-side", "4", "own", "bf16"],
-        ["--side-by-side", "4", "F", "own", "bf16"],
-    ],
-)
-def test_names_may_stand_before_and_after_options(given: list[str]) -> None:
-    found = arguments(given, CASES)
-    assert (found.folder, found.names, found.side_by_side) == (Path("F"), ["own", "bf16"], 4)
-
-
-def test_without_names_all_engines_run() -> None:
-    assert arguments(["F", "--side-by-side", "4"], CASES).names == list(CASES)
-
-
-def test_a_name_that_no_engine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["F", "own", "int5"], CASES)
-    assert "no engine is called int5; there are own, own-eager" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

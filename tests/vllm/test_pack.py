@@ -32,35 +32,6 @@ def load() -> Any:
 PACK = load().PACK
 
 
-def add(site: Path, name: str, *asked: str, version: str = "1.0") -> None:
-    """Write what a wheel says of itself."""
-    folder = site / f"{name}-{version}.dist-info"
-    folder.mkdir(parents=True)
-    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in asked)]
-    (folder / "METADATA").write_text("\n".join(lines) + "\n")
-
-
-def test_a_package_that_is_asked_for_and_not_there_is_named(tmp_path: Path) -> None:
-    add(tmp_path, "compressed_tensors", "torch>=2.10", "loguru", "typing_extensions>=4")
-    wanted = "compressed_tensors 1.0 asks for loguru, there is none"
-    assert PACK.lacking(tmp_path) == [wanted]
-    add(tmp_path, "loguru")
-    assert PACK.lacking(tmp_path) == []
-
-
-def test_a_package_of_another_version_is_named(tmp_path: Path) -> None:
-    add(tmp_path, "pydantic", "Pydantic-Core==2.0", "typing-inspection>=0.4")
-    add(tmp_path, "pydantic_core", version="1.9")
-    add(tmp_path, "typing_inspection", version="0.4.5")
-    assert PACK.lacking(tmp_path) == ["pydantic 1.0 asks for Pydantic-Core==2.0, there is 1.9"]
-
-
-def test_what_the_machine_or_an_extra_asks_for_is_not_looked_at(tmp_path: Path) -> None:
-    asked = 'a; python_version < "3.12"', 'b; sys_platform == "win32"', 'c; extra == "audio"'
-    add(tmp_path, "one", *asked)
-    assert PACK.lacking(tmp_path) == []
-
-
 ROWS = {
     "attention_backend": "CUSTOM",
     "additional_config": {"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}},
