@@ -91,12 +91,12 @@ def kl_of(row: Row) -> str:
     return f"**{kl}**" if row["kl"] > KL_NOTICE else kl
 
 
-def kl_rows(rows: Sequence[Row], device: str = "cuda") -> dict[tuple[str, Any, int], Row]:
+def kl_rows(rows: Sequence[Row]) -> dict[tuple[str, Any, int], Row]:
     """Rows of KL by cache, window (None of a peer) and context."""
     found = {}
     for row in rows:
         key = row["key"]
-        if key["measure"] == "kl" and key["device"] == device:
+        if key["measure"] == "kl" and key["device"] == "cuda":
             window = key.get("window")
             found[key["cache"], None if window is None else tuple(window), key["context"]] = row
     return found
@@ -216,29 +216,25 @@ def humaneval(public: Rows) -> list[list[str]]:
 def shipped(public: Rows) -> list[list[str]]:
     """KL of other projects' caches in the form that they ship, beside ours.
 
-    Of each model in the context and on the device where most of them were measured.
+    Of each model in the context where most of them were measured, rather in README's.
     """
     columns: dict[str, dict[str, str]] = {}
     caches: dict[str, None] = {}
     for name, rows in public.items():
-        own = [row for row in rows if row["key"]["measure"] == "kl"]
-        own = [row for row in own if row["key"].get("window", WINDOW) == WINDOW]
-        own = [row for row in own if row["key"]["cache"] not in (*EXACT, "plan int4-g4")]
-        theirs = Counter(
-            (row["key"]["context"], row["key"]["device"])
-            for row in own
-            if "window" not in row["key"]
-        )
+        found = {
+            (cache, context): row
+            for (cache, window, context), row in kl_rows(rows).items()
+            if window in (None, tuple(WINDOW)) and cache not in (*EXACT, "plan int4-g4")
+        }
+        theirs = Counter(context for cache, context in found if cache not in OWN)
         if not theirs:
             continue
-        place = max(theirs, key=lambda one: (theirs[one], one[0]))
-        of_cpu = " (CPU)" if place[1] == "cpu" else ""
-        column = columns.setdefault(f"{name}, {place[0]:,}{of_cpu}", {})
-        for row in own:
-            if (row["key"]["context"], row["key"]["device"]) == place:
-                caches[row["key"]["cache"]] = None
-                cell = f"{row['packed_bits']:.3g}: {kl_of(row)}"
-                column[row["key"]["cache"]] = cell
+        place = max(theirs, key=lambda context: (theirs[context], context == CONTEXT))
+        column = columns.setdefault(f"{name}, {place:,}", {})
+        for (cache, context), row in found.items():
+            if context == place:
+                caches[cache] = None
+                column[cache] = f"{row['packed_bits']:.3g}: {kl_of(row)}"
     ordered = [*(one for one in OWN if one in caches), *(one for one in caches if one not in OWN)]
     lines = [["cache", *columns]]
     for cache in ordered:

@@ -52,6 +52,10 @@ measured and the date:
                                             sinks and --kind latent: kvquant's caches alone, with
                                             the default window. We wrote the commit of the run
                                             into code-latent.json by hand
+    defaults                                a script that is gone (bench_defaults.py of commit
+                                            d73287f9). Its Gemma read single letters, by a wrong
+                                            tokenizer of transformers 5.17; public-gemma3-270m has
+                                            the default again, with the right one
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
     public-NAME                             tests/benchmarks/public_models.py, which writes there
                                             itself. A row has the torch and the device of its run.
