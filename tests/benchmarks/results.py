@@ -15,6 +15,11 @@ measured and the date:
     h200-ragged                             tests/benchmarks/bench_ragged.py --queries
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
+    h200-ablated                            tests/benchmarks/bench_tune.py --ablate, the same with
+                                            --batch 64 --q-heads 32 --kv-heads 8 --seq-len 8192
+                                            --format int4-g4 --format int8-g4, with --head-dim 80
+                                            --format int4, and with --head-dim 112 --format int8;
+                                            we joined the four by hand
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
     h200-peers                              tests/benchmarks/peers.py
@@ -160,6 +165,7 @@ def shown() -> dict[str, list[str]]:
         ],
         "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
+            ablated(),
             *(peers(), said("variants"), variants()),
             *(said("latent rows"), latent_rows(), latent_peers()),
             *(said("few sequences"), few_sequences()),
@@ -375,6 +381,22 @@ def ragged_queries() -> str:
         if isinstance(one, dict)
     ]
     return f"takes {min(found):.2f} to {max(found):.2f} times as long as a call for each number"
+
+
+def ablated() -> str:
+    """How many times as long the decode kernel takes without each technique, in single calls."""
+    titles = "unrolled loads", "V prefetch", "padded shared memory", "lazy rescale"
+    times: dict[str, dict[str, float]] = {}
+    for one in read("h200-ablated")["kernels"]:
+        shape = f"{one['batch']} x {one['num_q_heads']}:{one['num_kv_heads']} x {one['seq_len']:,}"
+        case = f"`{one['name']}`, head_dim {one['head_dim']}, {shape}"
+        times.setdefault(case, {})[one["kernel"]] = one["us"]
+    rows = []
+    for case, found in times.items():
+        ratios = (found.get(f"without {name}") for name in titles)
+        whole = found["all techniques"]
+        rows.append([case, *(f"{ratio / whole:.2f}" if ratio else "-" for ratio in ratios)])
+    return table(["rows and shape", *(f"without {name}" for name in titles)], rows)
 
 
 def few_sequences() -> str:
