@@ -115,14 +115,16 @@ def overview(public: Rows) -> list[list[str]]:
     """README's table: bits, KL of each model with the window and without, answers lost and won."""
     kl = {name: kl_rows(rows) for name, rows in public.items()}
     lost = {name: lost_by(public[name], "alone") for name in CODERS}
-    lines = [["cache", "bits, head_dim 128", *public]]
+    lines = [["cache", "bits, Coder-1.5B", *public]]
     lines[0] += [f"HumanEval, {name.rpartition('-')[2]}: lost / won" for name in CODERS]
     for cache, title in (OWN | PEERS).items():
         windows = (tuple(WINDOW), tuple(NONE)) if cache in OWN else (None,)
         of_128 = kl[HEADS_OF_128].get((cache, windows[0], CONTEXT))
         if of_128 is None or cache not in (*SHOWN, *PEERS):
             continue
-        cells = [title, f"{of_128['packed_bits']:.2f}"]
+        shown = [kl[HEADS_OF_128][cache, window, CONTEXT] for window in windows]
+        bits = dict.fromkeys(f"{row['packed_bits']:.2f}" for row in shown)
+        cells = [title, ", ".join(bits)]
         for name in public:
             rows = [kl[name].get((cache, window, CONTEXT)) for window in windows]
             cells.append(", ".join(kl_of(row) for row in rows if row) or "-")
@@ -153,16 +155,13 @@ def overview_about(public: Rows) -> str:
 def behind_code(public: Rows) -> str:
     """The loss behind other code, over all generations."""
     found = [lost_by(public[name], "behind") for name in CODERS]
-    pairs = {one.answers for each in found for one in each.values() if one.answers > 1000}
-    (count,) = pairs
     bounds = [
         " and ".join(f"{max(at_most(each[cache]), 0):.1f}" for each in found)
         for cache in ("default", "plan int4")
     ]
     return (
-        f"Behind 6,000 tokens of other code each Coder wrote {count:,} answers with each cache. "
-        f"The default loses at most {bounds[0]} points of right answers (0.5B and 1.5B, 95 % "
-        f"bounds), `int4` with a plan at most {bounds[1]}"
+        f"Behind code the default loses at most {bounds[0]} points of right answers (0.5B and "
+        f"1.5B, 95 % bounds), `int4` with a plan at most {bounds[1]}"
     )
 
 
@@ -234,7 +233,7 @@ def shipped(public: Rows) -> list[list[str]]:
         for (cache, context), row in found.items():
             if context == place:
                 caches[cache] = None
-                column[cache] = f"{row['packed_bits']:.3g}: {kl_of(row)}"
+                column[cache] = f"{row['packed_bits']:.4g}: {kl_of(row)}"
     ordered = [*(one for one in OWN if one in caches), *(one for one in caches if one not in OWN)]
     lines = [["cache", *columns]]
     for cache in ordered:
