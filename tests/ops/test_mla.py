@@ -23,9 +23,8 @@ from kvquant import (
     mla_decode_attention,
     quantize_rows,
 )
-from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.errors import ShapeError, UnsupportedError
 from kvquant.ops import mla
-from kvquant.rows.call import LatentPrefix
 from kvquant.rows.segment import latent_segment
 
 SCALE = 192**-0.5
@@ -114,25 +113,6 @@ def test_a_row_with_nan_makes_all_results_nan() -> None:
         case.segments[0].k_rows[3, 0, 5] = quantize_rows(x, fmt, check=False)
         out, _ = mla_decode_attention(**arguments(case))
         assert out[3].isnan().all() and not out[[0, 1, 2, 4]].isnan().any()
-
-
-def test_a_prefix_that_does_not_fit_is_refused() -> None:
-    case = make_mla("int8-g4+int8-g8", 12, LENGTHS, **SMALL)
-    (first,) = make_mla("int8-g4+int8-g8", 12, (33,), **SMALL).segments
-    prefix = LatentPrefix(first, torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32))
-    queries = case.q_latent[:, 0], case.q_rope[:, 0]
-    for changed, error, message in (
-        (prefix._replace(shares=prefix.shares[:4]), ShapeError, r"shares is \[4\]: it must be"),
-        (prefix._replace(shares=prefix.shares.long()), ConfigError, "shares is torch.int64: use"),
-        (prefix._replace(rows=case.segments[0]), ShapeError, "the batch must be the same"),
-        (
-            prefix._replace(rows=first._replace(seq_lens=first.seq_lens + 9)),
-            ShapeError,
-            "seq_lens of sequence 0 is 42",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            attend_latents(*queries, case.segments, sm_scale=SCALE, prefix=changed)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -30,7 +30,7 @@ def random_call(draw: np.random.Generator) -> dict[str, Any]:
     """A call of slots_of; in one of four something is, or may be, not possible."""
     batch, new_tokens = int(draw.integers(0, 5)), int(draw.integers(0, 20))
     sink_len, recent_len = (int(draw.choice([0, 0, 1, 4, 9])) for _ in "ab")
-    page_size, kind = int(draw.choice([1, 4, 16, 64])), str(draw.choice(["row", "pages", "ring"]))
+    page_size, has_pages = int(draw.choice([1, 4, 16, 64])), draw.random() < 0.4
     dtype = (torch.int32, torch.int64)[draw.integers(2)]
     lens = torch.tensor(draw.integers(0, 40, batch), dtype=dtype)
     packed_lens = Split(sink_len, recent_len, 1).packed_lens(lens, torch.zeros_like(lens))
@@ -48,12 +48,11 @@ def random_call(draw: np.random.Generator) -> dict[str, Any]:
         "packed_lens": packed_lens,
         "new_lens": new_lens if draw.random() < 0.7 else None,
         "new_tokens": new_tokens,
-        "page_size": page_size if kind == "pages" else int(draw.integers(1, 70)),
+        "page_size": page_size if has_pages else int(draw.integers(1, 70)),
         "sink_len": sink_len,
         "recent_len": recent_len,
-        "block_table": table if kind == "pages" else None,
+        "block_table": table if has_pages else None,
         "seq_slots": seq_slots if draw.random() < 0.5 else None,
-        "ring": kind == "ring",
     }
 
 

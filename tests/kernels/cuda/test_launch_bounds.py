@@ -19,7 +19,7 @@ from slow_cases import mark_slow
 
 from kvquant import KVCache, PagedBatch, PagedKVCache, RowFormat, load_cache, load_sequences
 from kvquant.errors import CheckpointError, OutOfPagesError, ShapeError
-from kvquant.ops.slots import slots_of
+from kvquant.ops.slots import place_tokens
 from kvquant.rows.segment import check_segment_values
 from kvquant.rows.slots import Slots
 
@@ -41,12 +41,11 @@ def check_cache(cache: KVCache) -> None:
         segments = layer.segments()
         check_segment_values(segments)
         assert int(layer.seq_lens.min()) >= 0 and int(layer.packed_lens.min()) >= 0
-        room = (cache.max_seq_len - layer.seq_lens.long()).clamp(0, 3)
-        options: Any = {"sink_len": layer.sink_len, "recent_len": layer.recent_len}
-        options["ring"], most = layer.window is not None, max(layer.packed_len, 1)
-        slots = slots_of(layer.seq_lens, layer.packed_lens, room, 3, most, **options)
-        rows = cache.batch * most
-        check_slots(slots, rows, cache.batch * (layer.sink_len + layer.recent_len))
+        overflow = torch.zeros(1, dtype=torch.int32)
+        slots = place_tokens(layer.lens, layer.sizes, None, 3, overflow).slots
+        sizes = layer.sizes
+        rows = cache.batch * sizes.packed_len, cache.batch * (sizes.sink_len + sizes.ring_len)
+        check_slots(slots, *rows)
 
 
 def write(path: Path, manifest: dict[str, Any], rows: dict[str, list[int]]) -> None:
