@@ -82,13 +82,16 @@ class Append(Launch):
         tokens = -(-ROWS_PER_ITEM // max(num_heads, 1))
         items = -(-num_tokens // tokens) if num_heads else 0
         self._found = np.zeros((2, items), np.int64)
-        places = [0 if one is None else one.data_ptr() for one in call.slots]
-        places.append(self._found.ctypes.data)
+        places = [0, 0, 0, self._found.ctypes.data]
         sides = [_arguments(side, call.exact_format) for side in call[:2]]
         arguments = np.array([num_tokens, num_heads, tokens, items, *places, *sides[0], *sides[1]])
+        stay = dict(enumerate(call.slots, PACKED))
+        for at, side in zip((SIDES, SIDES + SIDE_BYTES // 8), call[:2], strict=True):
+            stay |= {at + ROWS: side.rows, at + EXACT_ROWS: side.exact_rows}
+        tensors = {place: one for place, one in stay.items() if one is not None}
         new = SIDES + X, SIDES + SIDE_BYTES // 8 + X
         kernel, is_small = make_append_kernel(), items < 2
-        super().__init__(kernel, arguments, 2 * items, new, call, is_small=is_small)
+        super().__init__(kernel, arguments, 2 * items, new, tensors, is_small=is_small)
 
     def at(self, addresses: Sequence[int]) -> None:
         """Write rows at the addresses of K and V; the first, of bad, may be 0."""

@@ -366,7 +366,7 @@ def attend(
         if kind is not None and (sm_scale is None or type(sm_scale) is float):  # True were 1.0
             key = kind, sm_scale, num_splits
             kept: Work | None = segments.bound.get(key)
-            found = None if kept is None else kept(q)
+            found = kept(q) if kept is not None and kept.is_in_place() else None
             if found is not None:
                 return found
     fixed = segments
@@ -509,6 +509,13 @@ class Work:
                 *((0, 0, 0) if change is None else change.arguments(i)),
                 segment.k_rows.shape[0],
             ]
+        tensors = (part for one in self._segments for part in one if isinstance(part, torch.Tensor))
+        self._tensors = [*tensors]
+        self._addresses = [one.data_ptr() for one in self._tensors]
+
+    def is_in_place(self) -> bool:
+        """Whether all tensors lie where they lay: torch moves those that other processes get."""
+        return self._addresses == [one.data_ptr() for one in self._tensors]
 
     def _place(self, numbers: torch.Tensor | None, name: str = "lengths") -> int:
         if numbers is None:

@@ -6,12 +6,14 @@ forked after kernels ran in parallel has one thread: numba's OpenMP would end it
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+
+from kvquant.rows.arguments import address
 
 from .compile import compiled
 from .simd import call_kernel
@@ -25,8 +27,11 @@ _is_forked = False
 class Launch:
     """A kernel and arguments that stay; `at` takes the addresses of the new ones and runs it.
 
-    new: their places among the arguments. kept: what the other addresses belong to. is_small: not
-    worth more than one thread.
+    Args:
+        new: places of the new addresses among the arguments.
+        stay: the tensors whose addresses stay, by their places. torch moves a tensor that another
+            process gets (share_memory_), so `at` looks where they are.
+        is_small: not worth more than one thread.
     """
 
     def __init__(
@@ -35,16 +40,22 @@ class Launch:
         arguments: Any,
         items: int,
         new: Sequence[int],
-        kept: object,
+        stay: Mapping[int, torch.Tensor],
         *,
         is_small: bool,
     ) -> None:
-        self._kernel, self._items, self._new, self._kept = kernel, items, new, kept
+        self._kernel, self._items, self._new = kernel, items, new
+        self._places, self._tensors, self._addresses = [*stay], [*stay.values()], list[int]()
         self.arguments, self._is_parallel = arguments, not is_small
 
     def at(self, addresses: Sequence[int]) -> None:
-        for place, address in zip(self._new, addresses, strict=True):
-            self.arguments[place] = address
+        found = [tensor.data_ptr() for tensor in self._tensors]
+        if found != self._addresses:
+            for place, tensor in zip(self._places, self._tensors, strict=True):
+                self.arguments[place] = address(tensor)
+            self._addresses = found
+        for place, new in zip(self._new, addresses, strict=True):
+            self.arguments[place] = new
         run(self._kernel, self.arguments, self._items, parallel=self._is_parallel)
 
 

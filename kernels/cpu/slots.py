@@ -102,9 +102,9 @@ def bind_place(
 ) -> Launch:
     """Bind place_tokens to a layer and a number of tokens; it takes overflow's address."""
     batch, given = room.shape[1] // (new_tokens + 1), (*lens, new_lens, None, room)
-    places = [0 if one is None else one.data_ptr() for one in given]
-    arguments = np.array([*places, *sizes, new_tokens, batch], np.int64)
-    return Launch(make_place_kernel(), arguments, batch, [OVERFLOW], given, is_small=True)
+    stay = {place: one for place, one in enumerate(given) if one is not None}
+    arguments = np.array([*[0] * len(given), *sizes, new_tokens, batch], np.int64)
+    return Launch(make_place_kernel(), arguments, batch, [OVERFLOW], stay, is_small=True)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from .. import rehearsal
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from ..ops.dispatch import kernels_for
 from ..rows.arguments import (
+    check_cuda_scale,
     check_device,
     check_flag,
     check_num_splits,
@@ -134,8 +135,11 @@ def check_options(
         check_scale(sm_scale)
     check_flag("return_lse", return_lse)
     check_num_splits(num_splits)
-    if kernels_for(q, backend) == "cuda" and q.dtype == torch.float32:
-        raise ConfigError("q is torch.float32: on CUDA use bfloat16 or float16")
+    if kernels_for(q, backend) == "cuda":
+        if q.dtype == torch.float32:
+            raise ConfigError("q is torch.float32: on CUDA use bfloat16 or float16")
+        if sm_scale is not None:
+            check_cuda_scale(sm_scale)
 
 
 def check_bad_rows(rows: Sequence[int], advice: str) -> None:

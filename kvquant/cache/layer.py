@@ -495,7 +495,7 @@ class LayerCache:
                 place.at((overflow_tokens.data_ptr(),))
                 try:
                     write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
-                except Exception:  # such as a lack of memory
+                except BaseException:  # an interrupt, too
                     self._take_back(room)
                     raise
                 self.longest += new_tokens
@@ -516,21 +516,21 @@ class LayerCache:
             k, v = k.float(), v.float()
         # copied, or more, before slots are found: see write_rows
         by_token, transforms = self.row_kind.to_write(_by_token(k), _by_token(v), self.basis)
-        placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
-        slots = placed.slots
         packed_rows = self.k_packed, self.v_packed
         exact_rows = self.k_exact_rows, self.v_exact_rows
         if torch.compiler.is_compiling():
             # a graph makes these views itself: where two inputs of a graph share memory, torch
             # captures no CUDA graph
             packed_rows, exact_rows = self._k_and_v()
+        placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
+        slots = placed.slots
         exact_k, exact_v = exact_rows if slots.exact is not None else (None, None)
         side_k = AppendSide(by_token[0], packed_rows[0], self.k_format, exact_k, transforms[0])
         side_v = AppendSide(by_token[1], packed_rows[1], self.v_format, exact_v, transforms[1])
         call = AppendCall(side_k, side_v, slots, self.k_exact.codec, None, bad_rows)
         try:
             multiplied = write_rows(call, placed=True, queries=queries)
-        except Exception:  # such as a lack of memory
+        except BaseException:  # such as a lack of memory, or an interrupt
             self._take_back(placed.room)
             raise
         if self.longest is not None:
@@ -592,7 +592,7 @@ class LayerCache:
             how = f". Tokens come before heads in {query}: give {query}.transpose(1, 2)"
             raise ShapeError(
                 f"{name} is {list(k.shape)}, of {k.shape[2]} new tokens, and {query} "
-                f"{list(q.shape)} has {new_tokens} of each sequence{how * is_swapped}"
+                f"{list(q.shape)} has {new_tokens} of each sequence: use as many{how * is_swapped}"
             )
         return new_tokens
 

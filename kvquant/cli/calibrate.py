@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,8 @@ def calibrate(
       kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt \\
           --context 256 --max-kl 0.01 -o plan.safetensors
     """
+    if (os.environ.get("WORLD_SIZE") or "1") != "1":
+        raise click.UsageError("calibrate runs in one process: start it without torchrun")
     own = given_options(*PLAN_OPTIONS)
     if output is None and own:
         raise click.UsageError(f"give -o FILE: with {own[0]} the plan is not kept for plan='auto'")

@@ -232,7 +232,9 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
     """Make and keep a model's plan, in a process that frees its memory when it ends."""
     command = [sys.executable, "-m", "kvquant", "calibrate", source]
     log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
-    code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
+    alone = {name: value for name, value in os.environ.items() if name not in ranks}
+    code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode
     plan = stored_plan(identity)
     if plan is None:
         raise ConfigError(

@@ -250,7 +250,7 @@ def attend(
         backend = kernels_for(q, backend)
         if backend != "cpu":
             return _attend_checked(call, backend)
-        is_plain = q.ndim == 3 and variant is None is call.q_indptr
+        is_plain = q.ndim == 3 and variant is None is call.q_indptr and q.numel() > 0
         out, lse = cpu_kernel()(call, _check_scaled if is_plain else _check_values)
         return out.to(q.dtype), lse if return_lse else None
     except WRONG_TYPES:
@@ -267,6 +267,9 @@ def _attend_in_basis(
     transformed: Transformed | None,
 ) -> Result:
     q, segments, sm_scale, _, return_lse, q_lens, variant, backend, *_ = call
+    check_tensor("q", q, FLOATS)
+    if variant is not None and not torch.compiler.is_compiling():
+        check_variant(q, variant)
     if transformed is None:
         check = functools.partial(check_segments, q, segments, q_lens, call.q_indptr)
         transformed = transform_query(q, basis.k, sm_scale, backend, check)

@@ -300,7 +300,7 @@ def place_tokens(
 def bind_place(lens: Lens, sizes: Sizes, new_tokens: int, room: torch.Tensor) -> Launch | None:
     """place_tokens without new_lens, bound to a layer's tensors and room (see Placed).
 
-    The launch takes the address of overflow. None if there are no sequences.
+    The launch takes the address of overflow. None on CUDA if there are no sequences.
     """
     bound: Launch | None = _launcher(room).bind_place(lens, sizes, new_tokens, room)
     return bound

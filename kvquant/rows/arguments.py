@@ -14,6 +14,7 @@ import torch
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32
+MOST_SCALE = 1e30  # of scores on CUDA: float32 holds what it is multiplied with
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 INTEGERS = torch.int32, torch.int64
 
@@ -166,6 +167,18 @@ def check_scale(sm_scale: float) -> float:
             sm_scale = math.inf
     if not torch.compiler.is_compiling() and not math.isfinite(sm_scale):
         raise ConfigError(f"sm_scale is {sm_scale}: use a finite number")
+    return sm_scale
+
+
+def check_cuda_scale(sm_scale: float) -> float:
+    """A factor on scores that CUDA kernels take: masks and maxima count on its being positive."""
+    if type(sm_scale) is not float:
+        sm_scale = check_scale(sm_scale)
+    if not 0 < sm_scale < MOST_SCALE:
+        raise ConfigError(
+            f"sm_scale {sm_scale} is not possible on CUDA: use a positive number below "
+            f"{MOST_SCALE:g}, or backend='reference'"
+        )
     return sm_scale
 
 

@@ -25,7 +25,7 @@ RUN = 16  # rows of a page that kernels find by one look-up; of a smaller page a
 
 
 class Segment(NamedTuple):
-    """Rows of K and V of the same tokens; check_segments checks them.
+    """Rows of K and V of the same tokens; check_segments checks the first ones of a call.
 
     Attention of one query does not depend on the order of rows, so a segment may be a ring. With
     several queries segments are in the order of their tokens, but sinks come before all others. A

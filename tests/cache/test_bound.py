@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,8 +27,12 @@ from torch_operations import Operations
 
 import kvquant
 from kvquant import KVCache, debug
+from kvquant.cache.checks import check_options
 from kvquant.cache.layer import LayerCache
 from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.kernels.cpu import parallel
+from kvquant.kernels.cpu.append import make_append_kernel
+from kvquant.kernels.cpu.parallel import _run
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.slots.launch import SlotSpec
@@ -398,3 +404,68 @@ def test_rotary_embeddings_are_applied_every_time(cuda: FakeDriver) -> None:
 
 
 # On a GPU
+
+
+def test_tensors_that_move_are_found_where_they_are() -> None:
+    cache, other = make(), make()
+    q = torch.randn(BATCH, 2 * HEADS, DIM).bfloat16()
+    for move in (False, False, True, False):
+        if move:  # as when a cache is sent to another process
+            for at in cache.layers:
+                for tensor in at.tensors().values():
+                    tensor.share_memory_()
+        for layer, _ in enumerate(cache.layers):
+            given = layer, q, *tokens(1)
+            assert torch.equal(cache.step(*given), other.step(*given))
+    for at, expected in zip(cache.layers, other.layers, strict=True):
+        for name, tensor in at.tensors().items():
+            assert torch.equal(tensor, expected.tensors()[name]), name
+
+
+def test_bound_appends_keep_no_new_rows() -> None:
+    cache, kept = make(), list[weakref.ref[Any]]()
+    for _ in range(3):
+        arrays = [x.float().numpy().copy() for x in tokens(1)]
+        kept += map(weakref.ref, arrays)
+        cache.append(0, *map(torch.from_numpy, arrays))
+        del arrays
+    gc.collect()
+    assert cache.layers[0].bound and not any(one() is not None for one in kept)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_an_interrupted_append_leaves_no_tokens(
+    is_warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = make(), make()
+    for one in (cache, other):
+        for _ in range(3 * is_warm):
+            torch.manual_seed(len(one.layers))
+            one.append(0, *tokens(1))
+    new, longest = tokens(1), cache.layers[0].longest
+    with monkeypatch.context() as patched:
+        patched.setattr(parallel, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.append(0, *new)
+    at, expected = cache.layers[0], other.layers[0]
+    assert at.longest == longest and torch.equal(at.seq_lens, expected.seq_lens)
+    for one in (cache, other):
+        one.append(0, *new)
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(tensor, at.tensors()[name]), name
+
+
+def interrupted(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:
+    """As run, until rows are to be written."""
+    if kernel == make_append_kernel():
+        raise KeyboardInterrupt
+    _run(kernel, arguments, items)
+
+
+def test_scales_that_cuda_refuses_are_refused_before_a_step_appends() -> None:
+    q = torch.zeros(1, 4, 64, dtype=torch.bfloat16)
+    with mock.patch("kvquant.cache.checks.kernels_for", return_value="cuda"):
+        check_options(q, 0.125, False, None, None)
+        for scale in (-1.0, 0.0, 1e30):
+            with pytest.raises(ConfigError, match="use a positive number below 1e\\+30"):
+                check_options(q, scale, False, None, None)

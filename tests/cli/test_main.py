@@ -180,6 +180,12 @@ def test_exports_to_other_layouts_say_what_was_lost(tmp_path: Path, raw: Path) -
 SMALL = ("--observed", 256, "--windows", 2, "--context", 32, "--scored", 4)
 
 
+def test_calibration_refuses_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("calibrate", MODEL, "-o", "plan.safetensors")
+    assert result.exit_code == 2 and "start it without torchrun" in result.output
+
+
 @needs_hf
 def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
     from kvquant.io.plan import CachePlan

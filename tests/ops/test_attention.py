@@ -19,8 +19,12 @@ from kvquant import (
     quantize_rows,
     reference_attention,
 )
-from kvquant.errors import ShapeError, UnsupportedError
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.ops.attention import attend
+from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import Segment
+from kvquant.rows.variant import AttentionVariant
 
 INT4 = RowFormat.parse("int4-g4", 64)
 BACKENDS = ("cpu", "reference")
@@ -167,3 +171,27 @@ def test_a_missing_extra_is_told_after_what_does_not_fit(
         call(make_query(), make_segment())
     with pytest.raises(ShapeError):
         call(make_query(3), make_segment())
+
+
+def test_calls_without_query_heads_are_checked() -> None:
+    k_rows, v_rows = packed(1, 2, 9)
+    for seq_len in (-1, 10):
+        with pytest.raises(ShapeError, match="seq_lens of sequence 0"):
+            state(
+                torch.zeros(1, 0, 64), k_rows, v_rows, lens(seq_len), k_format=INT4, v_format=INT4
+            )
+
+
+def test_queries_and_variants_are_checked_for_rows_in_a_basis() -> None:
+    k_rows, v_rows = packed(1, 2, 9)
+    basis = LayerBasis(*(Basis(torch.zeros(2, 64)) for _ in "kv"))
+    segments = [Segment(k_rows, v_rows, lens(9), INT4, INT4)]
+    q = torch.zeros(1, 4, 64)
+    sinks = AttentionVariant(sink_logits=torch.zeros(3))
+    for call, error, message in (
+        (AttentionCall(q.int(), segments), ConfigError, "q is torch.int32: use float32"),
+        (AttentionCall(q.double(), segments), ConfigError, "q is torch.float64: use float32"),
+        (AttentionCall(q, segments, variant=sinks), ShapeError, "sink_logits"),
+    ):
+        with pytest.raises(error, match=message):
+            attend(call, basis, lens(9))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.rows.arguments import check_scale
+from kvquant.rows.arguments import check_cuda_scale
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
 
@@ -19,7 +19,6 @@ from .spec import HALF, POSITIONAL, DecodeSpec, Path, columns_of
 MOST_TOKENS = 1 << 30  # positions are int32, and a tile may end beyond the last token
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
-MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 
 
 def codec_of(name: str, q: torch.Tensor) -> str:
@@ -31,14 +30,7 @@ def codec_of(name: str, q: torch.Tensor) -> str:
 
 def log2_scale(sm_scale: float) -> float:
     """The factor on q·k in powers of two; masks and maxima count on its being positive."""
-    if type(sm_scale) is not float:
-        sm_scale = check_scale(sm_scale)
-    if not 0 < sm_scale < MOST_SCALE:
-        raise ConfigError(
-            f"sm_scale {sm_scale} is not possible on CUDA: use a positive number below "
-            f"{MOST_SCALE:g}, or backend='reference'"
-        )
-    return sm_scale * LOG2_E
+    return check_cuda_scale(sm_scale) * LOG2_E
 
 
 def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
