@@ -76,7 +76,7 @@ def test_the_overview_has_both_windows_one_context_and_answers_alone() -> None:
     head, default, *others = overview(public())
     assert head[2:-2] == [*PUBLIC] and head[-1] == "HumanEval, 1.5B: lost / won"
     kl = ["0.0011, 0.0021", *(f"**0.{at}011**, **0.{at}021**" for at in (1, 2, 3))]
-    assert default == ["the default", "31.00", *kl, "300 / 150", "300 / 0"]
+    assert default == ["the default", "31.00, 32.00", *kl, "300 / 150", "300 / 0"]
     kl = [f"**0.{at}701**" for at in range(4)]
     assert others[-1] == ["KIVI-4", "30.00", *kl, "-", "-"]
     about = overview_about(public())
@@ -96,4 +96,4 @@ def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> Non
     # they lose 0, -1/2, 0 and 1/2: no points, and 1.645 standard errors of 1.44
     bounds = "30.0 and 30.0", "2.4 and 2.4"
     found = behind_code(public())
-    assert "1,200 answers" in found and all(f"at most {one}" in found for one in bounds)
+    assert all(f"at most {one}" in found for one in bounds)

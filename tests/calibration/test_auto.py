@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -168,10 +169,14 @@ def test_an_engine_takes_what_is_kept(
     model: CachedModel, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, commands = {"plan": "auto"}, []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
     def run(command: list[str], **others: Any) -> Any:
         commands.append(command[1:])
-        assert "env" not in others  # with KVQUANT_CACHE_DIR: the plan goes where this process looks
+        env = others["env"]  # with KVQUANT_CACHE_DIR: the plan goes where this process looks
+        assert {**env, "WORLD_SIZE": "2", "RANK": "1"} == {**os.environ} and "RANK" not in env
         if len(commands) > 1:
             auto.auto_plan(model)
         return SimpleNamespace(returncode=len(commands))
