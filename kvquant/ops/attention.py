@@ -267,10 +267,10 @@ def _attend_in_basis(
     transformed: Transformed | None,
 ) -> Result:
     q, segments, sm_scale, _, return_lse, q_lens, variant, backend, *_ = call
-    check_tensor("q", q, FLOATS)
-    if variant is not None and not torch.compiler.is_compiling():
-        check_variant(q, variant)
-    if transformed is None:
+    if transformed is None:  # else a step has checked them
+        check_tensor("q", q, FLOATS)
+        if variant is not None and not torch.compiler.is_compiling():
+            check_variant(q, variant)
         check = functools.partial(check_segments, q, segments, q_lens, call.q_indptr)
         transformed = transform_query(q, basis.k, sm_scale, backend, check)
     sinks, is_whole, wants_lse = None, False, return_lse
