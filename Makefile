@@ -95,7 +95,7 @@ $(TRANSFORMERS_STAMP): pyproject.toml tests/hf/constraints.txt
 	.venv-transformers/bin/python $(INSTALL) --upgrade 'pip>=25.1'
 	.venv-transformers/bin/$(FORGET_OLD_NAME)
 	.venv-transformers/bin/python $(INSTALL) --constraint tests/hf/constraints.txt \
-		--editable '.[gguf,hf,lm-eval]' pytest pytest-xdist hypothesis
+		--editable '.[hf,lm-eval]' pytest pytest-xdist hypothesis
 	touch $(TRANSFORMERS_STAMP)
 
 clean:
