@@ -161,10 +161,11 @@ class Window:
         # a page of a prompt's past has it whole, so the ticket is of the last one's writer
         last = table.gather(1, (past - 1).clamp(min=0)[:, None] // size)[:, 0]
         ticket = self._ticket_of_page[last.clamp(min=0)]
-        slot = ticket.clamp(min=0) % slots
-        lag = self._end[slot] - past
-        goes_on = (past > 0) & (new > 0) & (ticket >= 0) & (self._ticket[slot] == ticket)
-        goes_on &= (lag >= 0) & (lag <= split.rollback_len)
+        slot = known = ticket.clamp(min=0) % slots
+        end = self._end[slot]
+        lag = end - past
+        is_known = (past > 0) & (ticket >= 0) & (self._ticket[slot] == ticket) & (lag >= 0)
+        goes_on = is_known & (new > 0) & (lag <= split.rollback_len)
         # of several with one ticket the one that is nearest to the slot's end keeps the slot
         rank = torch.where(goes_on, lag * batch + places, 1 << 40)
         best = torch.full_like(self._used, 1 << 40).scatter_reduce_(0, slot, rank, "amin")
@@ -181,7 +182,8 @@ class Window:
 
         holder = self._slot_of_first[first.clamp(min=0)]
         holds = (holder >= 0) & (self._first[holder] == first) & (self._end[holder] >= size)
-        found = self._refill(table, pasts, slot, has, takes, torch.where(holds, holder, NONE))
+        sources = torch.where(holds, holder, NONE), torch.where(is_known, known, NONE), end
+        found = self._refill(table, pasts, slot, has, takes, *sources)
 
         at = torch.where(has, slot, slots)
         for state, values in (
@@ -250,7 +252,19 @@ class Window:
         has: torch.Tensor,
         takes: torch.Tensor,
         holder: torch.Tensor,
+        known: torch.Tensor,
+        end: torch.Tensor,
     ) -> tuple[Refill | None, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """What prompts with a past need: see WindowStep.
+
+        Args:
+            table: [num_seqs, max_pages], int64.
+            pasts: as of begin.
+            slot, has, takes: of each sequence, whether it has one, and whether it has just come.
+            holder: a slot with the sequence's first page, or negative.
+            known: a slot whose tokens are the sequence's up to its past, or negative.
+            end: tokens of that slot.
+        """
         split, size, exact_len = self.split, self.split.page_size, self.split.exact_len
         seen, parts = {}, []
         for place, past in pasts.items():
@@ -263,13 +277,14 @@ class Window:
                 ]
             )
             position = on_cpu.to(self.device, non_blocking=True)
-            exact = slot[place] * exact_len + self._row(position)
+            row = self._row(position)
+            exact = slot[place] * exact_len + row
             in_slot = torch.where(has[place], exact, NONE)
-            kept = torch.where(
-                (holder[place] >= 0) & (position < size),
-                holder[place] * exact_len + position,
-                NONE,
+            in_ring = position >= (end[place] - split.ring_len).clamp(min=size)
+            source = torch.where(
+                in_ring, known[place], torch.where(position < size, holder[place], NONE)
             )
+            kept = torch.where(source >= 0, source * exact_len + row, NONE)
             packed = table[place, position // size] * size + position % size
             parts.append((packed, kept, torch.where(takes[place], exact, NONE)))
             seen[place] = in_slot, on_cpu
