@@ -547,6 +547,8 @@ class KVQuantImpl(AttentionImpl[Step]):
         settings = backend_of(OURS[0], request_of(config)).settings
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
         self.recent_len = settings.window_len(layout, _without_window(config))
+        if device.type == "cuda" and settings.recent_len is None:
+            self.recent_len = 0  # it has not run on a GPU yet: who asks for it gets it
         if not self.recent_len:
             return False
         tokens = min(config.cache_config.block_size, LONGEST_PAGE) + self.recent_len
