@@ -116,8 +116,7 @@ class StepCalls(LayerCalls[LayerRows]):
         split = Split(self.page_size, self.recent_len, self.page_size, self.most_queries - 1)
         sizes = self.max_num_seqs, self._max_pages, self.max_num_seqs, self.max_num_tokens
         window = Window(split, *sizes, self._max_pages, "meta")
-        rows = WindowRows.of(window, layout, self.dtype)
-        return rows
+        return WindowRows.of(window, layout, self.dtype)
 
     def _steps(self) -> Iterator[tuple[list[int], int]]:
         """New tokens of the sequences of steps, and past tokens of each."""
@@ -133,7 +132,7 @@ class StepCalls(LayerCalls[LayerRows]):
         layout, tokens, pages = layer.layout, sum(counts), self._pages(layer.layout)
         k, v = new_rows((tokens, layout.num_kv_heads), layout.k_format, layout.v_format, self.dtype)
         q, out = (new_queries((tokens, self.num_q_heads), x) for x in (k, v))
-        window = layer.window and layer.window.window
+        window = None if layer.window is None else layer.window.window
         step = describe_step(self._new_tokens(counts, past), window)
         append(layer, k, v, pages, torch.empty(tokens, dtype=torch.int64, device="meta"))
         attend(layer, step, q, k, v, pages, out)

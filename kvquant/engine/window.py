@@ -34,7 +34,7 @@ import torch
 from ..ops.append import append_rows
 from ..ops.rows_at import dequantize_pages, take
 from ..rows.format import RowFormat
-from ..rows.segment import Segment
+from ..rows.segment import Numbers, Segment
 from ..rows.slots import Slots, Split
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Window:
         self,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
-        counts: Sequence[int],
+        counts: Numbers | Sequence[int],
         pasts: dict[int, int],
         num_tokens: int,
     ) -> WindowStep:
@@ -151,9 +151,9 @@ class Window:
             num_tokens: of the step, with padding.
         """
         split, size, slots = self.split, self.split.page_size, self.num_slots
-        counts = np.asarray(counts)
-        batch, tokens = len(counts), int(counts.sum())
-        owner, back, new, asks = self._of_tokens(counts, pasts)
+        new_lens = np.asarray(counts)
+        batch, tokens = len(new_lens), int(new_lens.sum())
+        owner, back, new, asks = self._of_tokens(new_lens, pasts)
         table, lens = block_table[:batch].long(), seq_lens[:batch].long()
         places = self._range[:batch]
         past = lens - new
@@ -212,12 +212,16 @@ class Window:
         given = packed, lens - packed, split.ring_row(packed), torch.where(has, slot, 0)
         self._counts[:, :batch] = torch.stack(given)
         self._counts[:, batch:] = 0
+        packed_lens, exact_lens, starts, seq_slots = self._counts[:, :batch]
         shifted = self._table[:batch, : table.shape[1]]
         shifted[:] = block_table[:batch]
         shifted[:, :-1] = torch.where(has[:, None], block_table[:batch, 1:], shifted[:, :-1])
         self.step = WindowStep(
             self._table[:batch, : table.shape[1]],
-            *self._counts[:, :batch],
+            packed_lens,
+            exact_lens,
+            starts,
+            seq_slots,
             self._exact[:num_tokens],
             *found,
         )
@@ -231,7 +235,7 @@ class Window:
         )
 
     def _of_tokens(
-        self, counts: np.ndarray, pasts: dict[int, int]
+        self, counts: Numbers, pasts: dict[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The sequence of each token, and tokens after it; new tokens, and who may take a slot."""
         owner = np.repeat(np.arange(len(counts)), counts)
@@ -241,8 +245,8 @@ class Window:
         numbers = np.concatenate([owner, back, counts, asks])
         moved = torch.from_numpy(numbers).to(self.device, torch.int64, non_blocking=True)
         of_tokens, batch = len(owner), len(counts)
-        owner, back, new, asks = moved.split([of_tokens, of_tokens, batch, batch])
-        return owner, back, new, asks > 0
+        *others, may_take = moved.split([of_tokens, of_tokens, batch, batch])
+        return others[0], others[1], others[2], may_take > 0
 
     def _refill(
         self,
@@ -339,7 +343,7 @@ class WindowRows:
         return torch.float16 if self.k_format.codec == "fp16" else torch.bfloat16
 
     def prepare(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, formats: Sequence[RowFormat]
+        self, k_pages: torch.Tensor, v_pages: torch.Tensor, formats: tuple[RowFormat, RowFormat]
     ) -> None:
         """Refill the slots of prompts, and keep what their attention reads, before new rows."""
         step = self.window.step
@@ -360,16 +364,11 @@ class WindowRows:
             exact = dequantize_pages(rows, exact_format, kept, self.dtype)
             values.append(torch.where((kept >= 0)[:, None, None], exact, decoded))
         nowhere = torch.full_like(target, NONE)
-        append_rows(
-            *values,
-            k_pages,
-            v_pages,
-            Slots(nowhere, target, nowhere),
-            *formats,
-            **self.options,
-        )
-        for place, (slots, _) in step.seen.items():
-            at = slots.clamp(min=0)
+        slots = Slots(nowhere, target, nowhere)
+        k, v = values
+        append_rows(k, v, k_pages, v_pages, slots, *formats, **self.options)
+        for place, (seen, _) in step.seen.items():
+            at = seen.clamp(min=0)
             self.seen[place] = take(self.k_rows, at), take(self.v_rows, at)
 
     def slots(self, packed: torch.Tensor) -> Slots:
