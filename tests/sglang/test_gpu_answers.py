@@ -41,11 +41,12 @@ def test_faults_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     kl = [[0.02, 1.0]] * 4
     kinds = dict.fromkeys(["generated", "again", "sampled", "beside_aborted", "prompts"], kl)
-    one = {**kinds, "hits": 0, "retractions": 0, "sampled_texts": 1, "aborted": ["length", 48]}
+    one = {**kinds, "hits": 0, "retractions": 0, "sampled_texts": 1, "aborted": 48}
     told = faults({"int4": {**one, "graphs": False}, "bf16-retracted": {**one, "graphs": True}})
     assert "int4: KL of generated 0.020000, not below 0.0165" in told
-    assert "int4: 0 tokens were found in the radix cache" in told
-    assert "int4: the aborted request: length, 48" in told
+    assert "int4: 0 tokens were found in the prefix cache" in told
+    assert "int4: the aborted request has 48 tokens" in told
+    assert "int4: 1 of 12 samples differ" in told
     assert "int4: CUDA graphs False" in told
     assert "bf16-retracted: no request was retracted" in told
     assert "bf16-retracted: CUDA graphs True" in told
