@@ -192,13 +192,11 @@ def test_each_query_sees_its_own_sequence(
     )
     if kind is LatentPages:  # with the tokens of prompts the engine attends by itself
         layer, most_queries = LatentRows(LatentFormat.parse("int8-g4"), 192**-0.5), 4
-        pasts = [past + 1 for past in pasts]
+        pasts = tuple(past + 1 for past in pasts)
     cache = kind(layer, pasts, room=4)
     cache.append(counts)
-    step, q = (
-        describe_step(cache.new_tokens(counts, padding, most_queries)),
-        cache.queries(sum(counts) + padding),
-    )
+    step = describe_step(cache.new_tokens(counts, padding, most_queries))
+    q = cache.queries(sum(counts) + padding)
     q[sum(counts) :] = torch.nan  # nothing reads the padding
     out = cache.attended(step, q)
     assert len(out) == len(q)

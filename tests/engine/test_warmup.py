@@ -117,8 +117,10 @@ def test_what_is_launched_for_latents_was_told(name: str, in_basis: bool, cuda: 
         append_latents(layer, latent, rope, pages, torch.arange(tokens))
         latents_at(layer, pages, torch.arange(tokens), latent.new_empty(tokens * (LATENT + ROPE)))
         if not step.chunks:  # with the tokens of prompts the engine attends
-            queries = (x[:, None].expand(-1, LATENT_HEADS, -1) for x in (latent, rope))
-            attend_to_latents(layer, step, *(x.contiguous() for x in queries), pages)
+            q_latent, q_rope = (
+                x[:, None].repeat_interleave(LATENT_HEADS, 1) for x in (latent, rope)
+            )
+            attend_to_latents(layer, step, q_latent, q_rope, pages)
 
     sizes = torch.bfloat16, PAGE, LONGEST, 24, 2048
     check_launches(LatentCalls(layer, LATENT_HEADS, *sizes, most_queries=4), run, cuda, 3)

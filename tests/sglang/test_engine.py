@@ -37,7 +37,7 @@ def test_answers_are_those_of_the_same_rows(ids: list[int], tmp_path: Path) -> N
     # Two rounds that are not said to have a beginning in common must have none: later tokens of a
     # prompt would attend to rows.
     prompts = [ids[300 * i : 300 * i + length] for i, length in enumerate(LENGTHS)]
-    rounds = [
+    rounds: list[dict[str, Any]] = [
         {"prompts": prompts, "sampling": GREEDY},
         {"prompts": [prompts[0] + prompts[1][:MORE]], "sampling": GREEDY},
         {"prompts": [ids[1000 : 1000 + LONG]], "sampling": GREEDY},

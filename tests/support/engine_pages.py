@@ -144,8 +144,7 @@ class LatentPages(SequencePages):
         return torch.randn(size, device=self.device).to(self.dtype)
 
     def attended(self, step: Step, q: torch.Tensor) -> torch.Tensor:
-        parts = q.split([LATENT, ROPE], -1)
-        return attend_to_latents(self.layer, step, *parts, self.pages)
+        return attend_to_latents(self.layer, step, q[..., :LATENT], q[..., LATENT:], self.pages)
 
     def exact(self, q: torch.Tensor, sequence: int) -> torch.Tensor:
         keys = self.values(sequence)[:, None]
