@@ -223,7 +223,21 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"runner": 1, "pages": [16, 16], "layers": {"KVQuantBackend": 8}},
     ),
 }
+LAYOUTS = {
+    "a layout that no kernel reads": (
+        {**ROWS, "env": {"VLLM_KV_CACHE_LAYOUT": "NHD"}},
+        "VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every supported set.*LBHNC",
+    )
+}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek": (
+        DEEPSEEK,
+        {
+            "rows": [[1, 656, "torch.uint8"]],
+            "pages": [16, 16],
+            "layers": {"KVQuantLatentBackend": 2},
+        },
+    ),
     "windows in every second layer": (
         Gemma2Config(**SIZES, architectures=["Gemma2ForCausalLM"]),
         {**NARROW, "pages": [16, 16, 16], "layers": {"KVQuantBackend": 1}},  # of each group
@@ -257,19 +271,17 @@ class Platform:
             "serve": ["serve", {**usual, **ROWS}],
             "fp8": ["start", {**usual, "attention_backend": "FLASH_ATTN", "kv_cache_dtype": "fp8"}],
             "triton": ["start", {**usual, "attention_backend": "TRITON_ATTN"}],
-            "other layout": ["start", {**usual, **ROWS, "env": {"VLLM_KV_CACHE_LAYOUT": "NHD"}}],
         }
         for name, (options, layer, _) in {**CHOSEN, **REFUSED}.items():
             cases[name] = ["choose", {**usual, **options}, layer]
-        for name, (options, _) in STARTED.items():
+        for name, (options, _) in {**STARTED, **LAYOUTS}.items():
             cases[name] = ["start", {**usual, **options}]
         for name, (config, _) in MODELS.items():
             config.save_pretrained(folder / name)
-            cases[name] = ["start", {**ROWS, "model": str(folder / name)}]
-        DEEPSEEK.save_pretrained(folder / "deepseek")
+            rows = LATENT_ROWS if config is DEEPSEEK else ROWS
+            cases[name] = ["start", {**rows, "model": str(folder / name)}]
         for name, (options, layer, _) in OF_LATENTS.items():
             cases[name] = ["choose", {"model": str(folder / "deepseek"), **options}, layer]
-        cases["deepseek"] = ["start", {**LATENT_ROWS, "model": str(folder / "deepseek")}]
         script = ROOT / "tests" / "support" / "vllm_on_cuda.py"
         path = [str(ROOT / "tests" / "support" / "gpu_site"), *filter(None, sys.path)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(folder)}
@@ -296,13 +308,11 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Platform:
     return Platform(tmp_path_factory.mktemp("cuda_platform"))
 
 
-@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("case", ["process", *CHOSEN])
 def test_the_backend_is_found_by_its_name(case: str, platform: Platform) -> None:
-    assert platform.found[case] == {"name": OURS, "rows": CHOSEN[case][-1]}
-
-
-def test_a_spawned_worker_finds_the_backend(platform: Platform) -> None:
-    assert platform.found["process"] == {"name": OURS, "rows": INT4}
+    """In a spawned worker ("process"), too."""
+    rows = INT4 if case == "process" else CHOSEN[case][-1]
+    assert platform.found[case] == {"name": OURS, "rows": rows}
 
 
 def test_engines_without_rows_and_a_server_start(platform: Platform) -> None:
@@ -314,34 +324,17 @@ def test_image_encoders_keep_their_backend(platform: Platform) -> None:
     assert platform.found["vision"] == "FLASH_ATTN"
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [*REFUSED, *OF_LATENTS, *LAYOUTS])
 def test_what_cannot_be_served_is_refused(case: str, platform: Platform) -> None:
-    assert re.search(REFUSED[case][-1], str(platform.found[case])), platform.found[case]
-
-
-@pytest.mark.parametrize("case", OF_LATENTS)
-def test_models_with_latent_attention(case: str, platform: Platform) -> None:
-    assert re.search(OF_LATENTS[case][-1], str(platform.found[case])), platform.found[case]
-
-
-def test_an_engine_with_latent_attention_starts(platform: Platform) -> None:
-    assert platform.found["deepseek"] == {
-        **USUAL,
-        "rows": [[1, 656, "torch.uint8"]],
-        "pages": [16, 16],
-        "layers": {"KVQuantLatentBackend": 2},
-    }
+    """And what can be, of models with latent attention."""
+    found = str(platform.found[case])
+    assert re.search({**REFUSED, **OF_LATENTS, **LAYOUTS}[case][-1], found), found
 
 
 @pytest.mark.parametrize("case", [*STARTED, *MODELS])
 def test_an_engine_starts(case: str, platform: Platform) -> None:
     _, wanted = {**STARTED, **MODELS}[case]
     assert platform.found[case] == {**USUAL, **wanted}
-
-
-def test_layouts_that_no_kernel_reads_are_refused(platform: Platform) -> None:
-    told = "VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every supported set.*LBHNC"
-    assert re.search(told, str(platform.found["other layout"])), platform.found["other layout"]
 
 
 def test_layers_without_rows_are_told(platform: Platform) -> None:
