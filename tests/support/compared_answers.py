@@ -33,6 +33,7 @@ MOST = {
     "plan": (0.006, 0.002),
 }
 Found = dict[str, Any]
+INT4, BF16, INT8 = ({"k_format": x, "v_format": x} for x in ("int4-g4", "bf16", "int8"))  # rows
 
 
 class Reference:

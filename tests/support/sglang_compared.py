@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 from compared_answers import (
+    BF16,
     CHUNK,
     CONTEXT,
+    INT4,
+    INT8,
     MOST,
     SAME_CHUNK,
     TOKENS,
@@ -37,11 +40,6 @@ from compared_answers import (
 )
 from vllm_texts import Text
 
-INT4, BF16, INT8 = (
-    {"k_format": "int4-g4", "v_format": "int4-g4"},
-    {"k_format": "bf16", "v_format": "bf16"},
-    {"k_format": "int8", "v_format": "int8"},
-)
 EAGER = {"disable_cuda_graph": True}
 PROMPTS = {"cuda_graph_backend_prefill": "breakable"}  # of prompts, too, without attention
 # SGLang's switch for tests: it takes a request's slots in the pool away now and then

@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 from compared_answers import (
+    BF16,
     CHUNK,
     CONTEXT,
+    INT4,
+    INT8,
     MOST,
     SAME_CHUNK,
     SCORED,
@@ -35,13 +38,9 @@ from compared_answers import (
     random_ids,
     too_far,
 )
+from vllm_engines import NGRAM
 
-INT4, BF16 = (
-    {"k_format": "int4-g4", "v_format": "int4-g4"},
-    {"k_format": "bf16", "v_format": "bf16"},
-)
-EAGER = {"enforce_eager": True}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+FP8, EAGER = {"format": "fp8"}, {"enforce_eager": True}
 SMALL = {"max_model_len": 384, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 100}
 OTHERS = "gemma3", "gpt-oss", "deepseek"  # models
 
@@ -51,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own-eager": {**EAGER},  # torch.compile rounds elsewhere
     "bf16": {"rows": BF16},
     "bf16-preempted": {"rows": BF16, **SMALL, **EAGER},
-    "int8": {"rows": {"k_format": "int8", "v_format": "int8"}, **EAGER},
+    "int8": {"rows": INT8, **EAGER},
     "int4": {"rows": INT4},
     "int4-eager-first-runner": {"rows": INT4, "runner": "0", **EAGER},
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, **EAGER},
@@ -62,18 +61,14 @@ CASES: dict[str, dict[str, Any]] = {
     "int4-draft": {"rows": INT4, "speculative_config": {}},
     "gemma3-own": {"model": "gemma3", **EAGER},
     "gemma3": {"model": "gemma3", "rows": BF16},
-    "gemma3-int8": {"model": "gemma3", "rows": {"k_format": "int8", "v_format": "int8"}, **EAGER},
+    "gemma3-int8": {"model": "gemma3", "rows": INT8, **EAGER},
     "gpt-oss-own": {"model": "gpt-oss", **EAGER},
     "gpt-oss": {"model": "gpt-oss", "rows": BF16},
-    "gpt-oss-int8": {"model": "gpt-oss", "rows": {"k_format": "int8", "v_format": "int8"}, **EAGER},
+    "gpt-oss-int8": {"model": "gpt-oss", "rows": INT8, **EAGER},
     "deepseek-own": {"model": "deepseek", **EAGER},
     "deepseek": {"model": "deepseek", "rows": {"format": "bf16"}},
     "deepseek-int8": {"model": "deepseek", "rows": {"format": "int8-g4"}, **EAGER},
-    "deepseek-fp8-ngram": {
-        "model": "deepseek",
-        "rows": {"format": "fp8"},
-        "speculative_config": NGRAM,
-    },
+    "deepseek-fp8-ngram": {"model": "deepseek", "rows": FP8, "speculative_config": NGRAM},
 }
 
 

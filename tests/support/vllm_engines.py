@@ -137,17 +137,6 @@ def counter(llm: Any, name: str) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls whose kernels builders of engines would compile on a GPU."""
-    from kvquant.vllm import backend, latent
-
-    found: list[Any] = []
-    for module in (backend, latent):
-        monkeypatch.setattr(module, "warm_up_layers", lambda _, calls: found.extend(calls))
-    return found
-
-
 def begun_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What layers would begin to compile on a GPU, when they are made."""
     from kvquant.vllm import backend

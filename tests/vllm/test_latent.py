@@ -108,7 +108,7 @@ def test_chunks_the_prefix_cache_plans_and_drafts(
         size = llm.llm_engine.vllm_config.cache_config.block_size
         assert [text.found for text in texts] == [0, 249 // size * size]
         if from_rows:
-            many = random_prompts(130, 60, 210, 90, 33)
+            many = random_prompts(130, 60, 210, 90, 33, 1)
             texts += generate(llm, many, TOKENS, detokenize=False)
             assert counter(llm, "spec_decode_num_draft_tokens") > 20
     given = 2 * prompts + (many if from_rows else [])
