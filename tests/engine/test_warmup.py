@@ -142,28 +142,45 @@ def check_launches(
     assert loaded_specs() and len(told) < most * len({*loaded_specs()})
 
 
-def test_layers_of_a_kind_are_compiled_once(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[Any] = []
+GPU = torch.device("cuda", 0)
+
+
+def int8_calls(scale: float = 0.1, name: str = "int8", **options: Any) -> StepCalls:
+    return calls(LayerRows(Settings(name, name).layout(HEADS, DIM, DIM), scale), **options)
+
+
+@pytest.fixture
+def compiled(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that were compiled; the log hears of each."""
+    found: list[Any] = []
+
+    def compile_all(specs: Any, arch: str, report: Any) -> None:
+        found.extend(specs)
+        for spec in specs:
+            report(spec)
+
     monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.append(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
     monkeypatch.setattr(compiled_ahead, "_warm", set())
-    gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
-    layers = [calls(LayerRows(layout, scale)) for scale in (0.1, 0.2)]
+    monkeypatch.setattr(warmup, "_begun", {})
+    return found
+
+
+def test_layers_of_a_kind_are_compiled_once(compiled: list[Any]) -> None:
+    layers = [int8_calls(scale) for scale in (0.1, 0.2)]
     warm_up_layers(torch.device("cpu"), layers)
     assert not compiled
-    warm_up_layers(gpu, layers)
-    warm_up_layers(gpu, layers)
-    assert [specs == kernels_of(layers[:1], runtime.gpu_of(CPU)) for specs in compiled] == [True]
-    warm_up_layers(gpu, [calls(LayerRows(layout, 0.1), num_q_heads=16)])
-    assert len(compiled) == 2
+    warm_up_layers(GPU, layers)
+    warm_up_layers(GPU, layers)
+    wanted = kernels_of(layers[:1], runtime.gpu_of(CPU))
+    assert compiled == wanted
+    warm_up_layers(GPU, [int8_calls(num_q_heads=16)])
+    assert len(compiled) > len(wanted)
 
 
 def test_an_engine_begins_to_compile_before_it_waits_for_that(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[Any] = []
     may_go_on = threading.Event()
 
     def compile_all(specs: Any, *_: Any) -> None:
@@ -176,37 +193,24 @@ def test_an_engine_begins_to_compile_before_it_waits_for_that(
 
     monkeypatch.setattr(compiled_ahead, "missing", missing)
     monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(compiled_ahead, "_warm", set())
-    monkeypatch.setattr(warmup, "_begun", {})
-    gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
-    one = calls(LayerRows(layout, 0.1))
-    other = calls(LayerRows(Settings("int4", "int4").layout(HEADS, DIM, DIM), 0.1))
+    one = int8_calls()
     warmup.begin_warm_up(torch.device("cpu"), one)
     assert not warmup._begun
     for _ in range(2):
-        warmup.begin_warm_up(gpu, one)
+        warmup.begin_warm_up(GPU, one)
     assert len(warmup._begun) == 1 and not compiled
     may_go_on.set()
-    warm_up_layers(gpu, [one])  # nothing is left to do, or it would raise
-    wanted = kernels_of([one], runtime.gpu_of(CPU))
-    assert compiled == wanted
+    warm_up_layers(GPU, [one])  # nothing is left to do, or it would raise
+    assert compiled == kernels_of([one], runtime.gpu_of(CPU))
     with pytest.raises(UnsupportedError, match="fails again"):
-        warm_up_layers(gpu, [other])
+        warm_up_layers(GPU, [int8_calls(name="int4")])
 
 
 def test_the_log_tells_how_far_compiling_is(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiled: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def compile_all(specs: Any, arch: str, report: Any) -> None:
-        for spec in specs:
-            report(spec)
-
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(compiled_ahead, "_warm", set())
-    layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
     with caplog.at_level(logging.INFO, "kvquant"):
-        warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])
+        warm_up_layers(GPU, [int8_calls()])
     told = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(r"kvquant: compiling \d+ kernels for sm_90, once", told[0])
     assert len(told) > 5 and told[-2] == "kvquant: compiling kernels: 100 %"
