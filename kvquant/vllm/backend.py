@@ -538,7 +538,7 @@ class KVQuantImpl(AttentionImpl[Step]):
         if self.room is not None or self.is_draft:
             return self.room is not None
         config = self.config
-        settings = backend_of(OURS[0], request_of(config)).settings
+        settings = backend_of(KVQuantBackend, OURS[0], request_of(config)).settings
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
         self.recent_len = settings.window_len(layout, _without_window(config))
         if device.type == "cuda" and settings.recent_len is None:

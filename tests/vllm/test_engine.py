@@ -167,7 +167,7 @@ def test_a_second_engine_in_a_process_is_told_of_the_firsts_rows(
     monkeypatch.setattr(selector._cached_get_attn_backend, "cache_clear", lambda: None)
     with engine(INT4):
         pass
-    firsts = '{"k_format": "int4-g4", "v_format": "int4-g4"}'
+    firsts = '{"k_format": "int4-g4", "recent_len": 0, "v_format": "int4-g4"}'
     message = rf"\"kvquant\": '{firsts}': start one process for each setting"
     for rows in ({"k_format": "int8", "v_format": "int8"}, None):
         with pytest.raises(ConfigError, match=message), engine(rows):
