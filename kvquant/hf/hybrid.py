@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..cache.contiguous import KVCache
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedModelError
 from .argument import as_argument
-from .cache import QuantizedCache, QuantizedLayer
+from .cache import QuantizedCache, QuantizedLayer, Told
 from .call import ATTENTION
 from .model import CachedModel, Progress, loaded
 from .models.configs import CacheLayers, cache_layers, input_device, layers_of_rank
@@ -155,7 +155,7 @@ class HybridModel(CachedModel):
             dequantize=self.dequantizes,
         )
         past.fit(self._layers, beside)
-        past.is_told = True
+        past.told = Told()
         for layer in self._layers.states:
             if isinstance(beside[layer], QuantizedLayer):
                 past.layers[layer] = beside[layer]

@@ -31,7 +31,7 @@ from ..rows.arguments import (
 )
 from ..rows.quantize import exact_codec
 from .argument import as_argument
-from .cache import QuantizedCache
+from .cache import QuantizedCache, Told
 from .call import ATTENTION
 from .compile.captured import CapturedStep
 from .models.configs import (
@@ -615,7 +615,7 @@ class CachedModel:
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
         past = self.past_of(cache, new_lens)
-        before, past.asked = past.past.lens, tokens.shape[1]
+        before, past.told = past.past.lens, Told(tokens.shape[1], new_lens)
         try:
             logits = self.call(past, tokens.to(input_device(self.model)), keep)
             cache.check()
@@ -669,7 +669,8 @@ class CachedModel:
     def past_of(self, cache: KVCache, new_lens: torch.Tensor | None = None) -> QuantizedCache:
         """A cache as the model takes it for one call; new_lens as in QuantizedCache.tell."""
         past = QuantizedCache(cache, placed=True, drafts=False, max_seq_len=cache.max_seq_len)
-        past.tell(self._layers, new_lens)  # some models make masks of their own
+        past.fit(self._layers)
+        past.told = Told(None, new_lens)  # some models make masks of their own
         return past
 
     def call(self, past: QuantizedCache, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor:
