@@ -65,12 +65,6 @@ def run(model: Any, cache: Any, text: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def test_each_layer_is_described(model: Any) -> None:
-    state, rows = QuantizedCache(model, k_format="int8").describe().splitlines()
-    assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
-    assert rows == "layer 1: K int8, V int4-g4"
-
-
 def test_bytes_of_layers_that_transformers_keeps_count(model: Any) -> None:
     cache = QuantizedCache(model)
     assert cache.nbytes == 0
@@ -82,21 +76,48 @@ def test_bytes_of_layers_that_transformers_keeps_count(model: Any) -> None:
     assert f"{cache.nbytes:,} bytes on cpu" in repr(cache)
 
 
-def test_layers_that_keep_nothing_are_described_as_such() -> None:
-    kinds = ["linear_attention", "moe", "full_attention", "moe"]
-    changes = {"num_hidden_layers": 4, "layer_types": kinds}
-    config = transformers.AutoConfig.for_model("nemotron_h", head_dim=64, **changes)
-    state, second, rows, last = QuantizedCache(config).describe().splitlines()
-    assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
-    assert rows == "layer 2: K int8-g4, V int4-g4"
-    assert [second, last] == [f"layer {at}: nothing, it has no attention" for at in (1, 3)]
+OF_STATES = "LinearAttentionLayer of transformers, as it is 'linear_attention', which keeps other"
+NEMOTRON: dict[str, Any] = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+}
+DESCRIBED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    HYBRID_KIND: (
+        SHAPE | HYBRID,
+        {"k_format": "int8"},
+        [f"layer 0: {OF_STATES}", "layer 1: K int8, V int4"],
+    ),
+    "nemotron_h": (
+        NEMOTRON,
+        {},
+        [
+            f"layer 0: {OF_STATES}",
+            "layer 1: nothing, it has no attention",
+            "layer 2: K int8-g4, V int4-g4",
+            "layer 3: nothing, it has no attention",
+        ],
+    ),
+    "gemma3n_text": (
+        SHAPE | GEMMA3N,
+        {"k_format": "int8"},
+        ["layer 0: K int8,", "layer 1: K int8,", "layers 2-3: the rows of another layer"],
+    ),
+    "falcon": (
+        {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2},
+        {"v_format": "int8", "dequantize": True},
+        ["layers 0-1: K int8-g4, V int8, dequantized in each call"],
+    ),
+}
 
 
-def test_layers_that_share_rows_are_described_to_the_last() -> None:
-    config = transformers.Gemma3nTextConfig(**SHAPE | GEMMA3N)
-    *own, last = QuantizedCache(config, k_format="int8").describe().splitlines()
-    assert [line.split(",")[0] for line in own] == ["layer 0: K int8", "layer 1: K int8"]
-    assert last == "layers 2-3: the rows of another layer"
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_each_layer_is_described(kind: str) -> None:
+    changes, options, told = DESCRIBED[kind]
+    config = transformers.AutoConfig.for_model(kind, **changes)
+    found = QuantizedCache(config, **options).describe().splitlines()
+    for line, begin in zip(found, told, strict=True):
+        assert line.startswith(begin)
 
 
 def test_layers_may_share_the_keys_of_a_layer_of_transformers() -> None:

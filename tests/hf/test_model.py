@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, QuantizedCache, debug, load_cache, save_cache
+from kvquant import KVCache, debug, load_cache, save_cache
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
 from kvquant.errors import (
@@ -22,7 +22,6 @@ from kvquant.errors import (
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
     FP16,
-    GEMMA3N,
     SHARING,
     TOLERANCE,
     RoundedCache,
@@ -32,7 +31,6 @@ from hf_cases import (  # noqa: E402
 )
 
 from kvquant.hf.model import CachedModel  # noqa: E402
-from kvquant.hf.models.configs import cache_layers  # noqa: E402
 from kvquant.hf.models.positions import positions_of  # noqa: E402
 
 LONG = [4.0] * 32
@@ -175,15 +173,6 @@ def test_what_is_no_model_is_refused() -> None:
     for wrong in ("meta-llama/Llama-3.2-1B", torch.nn.Linear(2, 2), None):
         with pytest.raises(ConfigError, match=r"give a causal language model of transformers, or"):
             CachedModel(wrong)
-
-
-def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> None:
-    model.model.set_attn_implementation("kvquant")
-    cache: Any = QuantizedCache(model.model)
-    with pytest.raises(ConfigError, match=r"type QuantizedCache: give a KVCache, of new_cache or"):
-        model.prefill(cache, torch.ones(1, 3, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="or the kv of a QuantizedCache"):
-        model.step(cache, torch.ones(1, dtype=torch.int64))
 
 
 # Calls that raise change nothing
@@ -381,34 +370,13 @@ def test_caches_of_layers_of_unlike_head_dim_are_saved_and_forked(tmp_path: Any)
         ("int8-g8", 512),
     ]
     model.prefill(cache, text)
+    with pytest.raises(ConfigError, match=r"type CachedModel: .* config_dict of a CachedModel"):
+        save_cache(cache, tmp_path / "c.safetensors", model=model)  # type: ignore[arg-type]
     save_cache(cache, tmp_path / "c.safetensors", model=model.config_dict)
     copies = [cache.fork(), load_cache(tmp_path / "c.safetensors", model=model.config_dict)]
     expected = model.step(cache, text[:, 0])
     for copy in copies:
         assert torch.equal(model.step(copy, text[:, 0]), expected)
-
-
-def test_models_whose_layers_no_cache_holds_are_refused_in_one_line() -> None:
-    for changes, message in (
-        (
-            SHARING | {"global_head_dim": 320},
-            "layer 1 has rows that no format has: head_dim 320 is not supported: use 64, 80",
-        ),
-        (
-            SHARING
-            | {"global_head_dim": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-            "layer 0 has 2 KV heads, where a KVCache has one number for all, 1",
-        ),
-    ):
-        with pytest.raises(UnsupportedModelError, match=message) as told:
-            tiny("Gemma4Text", **changes).new_cache(1, 8)
-        assert "\n" not in str(told.value)
-
-
-def test_windows_are_those_of_all_layers() -> None:
-    model = tiny("Gemma3nText", **GEMMA3N)
-    assert model.windows() == {0: 16, 2: 16}
-    assert cache_layers(model.config).shared == {2: 0, 3: 1}
 
 
 def test_rows_that_are_bad_are_told_before_a_prompt_or_a_step(
