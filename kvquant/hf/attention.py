@@ -174,10 +174,7 @@ def _is_causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:
 
 
 def _check_plain(
-    module: torch.nn.Module,
-    name: str,
-    attention_mask: torch.Tensor | None,
-    options: dict[str, Any],
+    module: torch.nn.Module, name: str, attention_mask: torch.Tensor | None, options: dict[str, Any]
 ) -> None:
     """Raise UnsupportedModelError where a call has a QuantizedCache, and attends to other keys."""
     # a graph cannot guard what the thread has noted; the next layer tells what has not attended

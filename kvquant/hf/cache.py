@@ -2,8 +2,9 @@
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
 name. This cache rounds them to its 16-bit format and marks them; attention.py attends to marked
-ones and appends them. A call of the model appends once to each layer, in order, or raises (text.py,
-call.py). transformers' own layers (states, other numbers of KV heads) stand in the same list.
+ones and appends them. A call of the model appends once to each layer, in order, or raises
+(call.py). transformers' own layers (states, other numbers of KV heads) stand in the same list. The
+host counts what the rows hold, and reads lengths only where somebody else has changed them.
 """
 
 from __future__ import annotations
@@ -285,6 +286,10 @@ class QuantizedCache(NoShallowCopy, Cache):
         for at in layers.others:
             self.layers[at] = others[at]
         for at in layers.states:
+            if isinstance(others[at], QuantizedLayer):  # of another cache of the same rows
+                self.layers[at] = others[at]
+                others[at].bind(self)
+                continue
             states = others[at].number_of_states
             self.layers[at] = QuantizedLayerWithState(self, at, layers.at[at], states)
 

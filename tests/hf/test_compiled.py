@@ -299,9 +299,7 @@ def test_graphs_read_rows_where_they_lie(family: str) -> None:
 
 @needs_latents
 @pytest.mark.parametrize(
-    "planned",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["format", "plan"],
+    "planned", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["format", "plan"]
 )
 def test_graphs_of_latent_rows_come_behind_a_call_without(planned: bool) -> None:
     """It compares what each layer expands with what is absorbed, which a graph cannot."""

@@ -14,11 +14,7 @@ from example_plan import example_plan
 from latent_plans import latent_plan, orthogonal
 
 from kvquant import Basis, CachePlan, LatentKVCache, debug
-from kvquant.errors import (
-    KVQuantError,
-    NonFiniteError,
-    UnsupportedModelError,
-)
+from kvquant.errors import KVQuantError, NonFiniteError, UnsupportedModelError
 from kvquant.rows.basis import LayerBasis
 
 transformers = pytest.importorskip("transformers")

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from kvquant import KVCache, debug, load_cache, save_cache
-from kvquant.errors import (
-    ConfigError,
-    ShapeError,
-    UnsupportedError,
-    UnsupportedModelError,
-)
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402

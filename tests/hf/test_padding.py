@@ -428,12 +428,7 @@ def test_columns_of_padding_are_no_tokens(llama: Any) -> None:
 
 @pytest.mark.parametrize(
     ("size", "more", "room"),
-    [
-        (4, 6, None),
-        (1, 6, 40),
-        (30, 6, None),
-        pytest.param(1, 0, None, marks=pytest.mark.slow),
-    ],
+    [(4, 6, None), (1, 6, 40), (30, 6, None), pytest.param(1, 0, None, marks=pytest.mark.slow)],
 )
 def test_a_padded_prompt_may_come_in_chunks_of_any_size(
     model: Any, size: int, more: int, room: int | None

@@ -341,8 +341,7 @@ def test_accelerate_spreads_the_layers(first: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [("cpu", 0), (0, "cpu"), pytest.param(0, 1, marks=pytest.mark.gpu(2))],
+    ("first", "second"), [("cpu", 0), (0, "cpu"), pytest.param(0, 1, marks=pytest.mark.gpu(2))]
 )
 def test_a_cached_model_where_accelerate_chooses_the_main_device(first: Any, second: Any) -> None:
     """Weights on the CPU are brought to a GPU then."""
