@@ -13,6 +13,7 @@ from kvquant.cache.layer import LayerCache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
+from families import CHANGES  # noqa: E402
 from hf_cases import (  # noqa: E402
     FP16,
     GEMMA3N,
@@ -31,19 +32,9 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
 HYBRID_KIND = "qwen3_next"
-HYBRID: dict[str, Any] = {
+HYBRID = CHANGES[HYBRID_KIND] | {
+    "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
-    "shared_expert_intermediate_size": 32,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-FALCON_H1: dict[str, Any] = {
-    "mamba_d_ssm": 128,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 8,
 }
 TOLERANCE = 0.02  # of the logits' deviation
 
@@ -152,7 +143,7 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
 def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     text = prompt()
     if is_beside:
-        model = by_kvquant(random_module("falcon_h1", FALCON_H1))
+        model = by_kvquant(random_module("falcon_h1", CHANGES["falcon_h1"]))
     cache = QuantizedCache(model, **FP16)
     run(model, cache, text)
     cache.batch_repeat_interleave(2)
@@ -236,17 +227,7 @@ def test_states_are_cropped_only_where_rows_can_be(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("kind", [HYBRID_KIND, "lfm2", "llama4_text", "falcon_h1"])
 def test_a_hybrid_cannot_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
-    changes: dict[str, dict[str, Any]] = {
-        HYBRID_KIND: HYBRID,
-        "falcon_h1": FALCON_H1,
-        "lfm2": {"layer_types": ["conv", "full_attention"]},
-        "llama4_text": {
-            "num_hidden_layers": 4,
-            "attention_chunk_size": 8,
-            "intermediate_size_mlp": 96,
-        },
-    }
-    own = by_kvquant(random_module(kind, changes[kind]))
+    own = by_kvquant(random_module(kind, CHANGES[kind] | (HYBRID if kind == HYBRID_KIND else {})))
     cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
     if kind == "falcon_h1":
         told = "layers 0-1: K int8-g4, V int4-g4, beside a state of transformers"
