@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,32 @@ def test_caches_of_transformers_in_place_of_ours_are_named(
     for past in (llama.new_cache(1, 8), QuantizedCache(llama.model.config)):
         with pytest.raises(ConfigError, match=r"past is of type .*: give a cache of trans"):
             llama.plain(tokens(1, 4), past)
+
+
+@pytest.mark.parametrize("again", [20, 33], ids=["the same text", "a longer one"])
+def test_another_text_is_not_appended_to_that_of_the_cache(again: int, llama: CachedModel) -> None:
+    cache = llama.new_cache(2, 64, **FP16)
+    llama.prefill(cache, tokens(2, 20), [20, 9])
+    with pytest.raises(ConfigError, match=r"tokens already \(\[20, 9\] .*append=True.*reset\(\)"):
+        llama.prefill(cache, tokens(2, again))
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[20, 9]] * 2
+    cache.reset()
+    llama.prefill(cache, tokens(2, again))
+    assert cache.seq_lens.tolist() == [again] * 2
+
+
+def test_prefill_goes_on_where_it_is_told_to(llama: CachedModel) -> None:
+    text, cache, whole = tokens(2, 40), *(llama.new_cache(2, 64, **FP16) for _ in range(2))
+    for start, end in ((0, 17), (17, 18), (18, 40)):  # the first part too, of a cache still empty
+        given = llama.prefill(cache, text[:, start:end], append=True)
+    torch.testing.assert_close(given, llama.prefill(whole, text), atol=TOLERANCE, rtol=0)
+    assert cache.seq_lens.tolist() == [40, 40]
+
+
+def test_one_line_makes_the_attention_known_to_transformers() -> None:
+    code = f"""
+from kvquant import QuantizedCache
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained({str(BUNDLED)!r}, attn_implementation="kvquant")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 from example_plan import example_plan
 from latent_plans import latent_plan, orthogonal
 
-from kvquant import Basis, CachePlan, LatentKVCache, debug
-from kvquant.errors import KVQuantError, NonFiniteError, UnsupportedModelError
+from kvquant import Basis, CachePlan, LatentKVCache, debug, load_cache, save_cache
+from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, UnsupportedModelError
 from kvquant.rows.basis import LayerBasis
 
 transformers = pytest.importorskip("transformers")
@@ -547,3 +548,55 @@ def test_logits_on_cuda_are_those_of_the_cpu(rows: str) -> None:
     wanted = read(model, model.new_cache(2, 64, **options))
     exact = plain(model, transformers.DynamicCache)
     assert error(ours, wanted) < 2 * error(theirs, exact)
+
+
+@needs_latents
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 6.3e-3)])
+def test_absorbed_attention_is_that_of_keys_and_values(dtype: str, bound: float) -> None:
+    """Of one step, beside softmax in float64 over what the model makes of the dequantized rows.
+
+    Queries, output and values are rounded to bfloat16, each by 2.1e-3 at most.
+    """
+    of = getattr(torch, dtype)
+    module = deepseek("wide rows").model.model.layers[0].self_attn.to(of)
+    heads = LatentHeads(module, "layer 0", latent_dim=512, rope_dim=64)
+    torch.manual_seed(0)
+    cache = LatentKVCache(1, 2, 64, fmt="int4-g8", sink_len=2, recent_len=8)
+    rows = torch.randn(2, 1, 41, 576).to(of)
+    cache.append(0, rows[:, :, :40, :512], rows[:, :, :40, 512:], [40, 17])
+    query = torch.randn(2, 4, 48 + 64).to(of)
+    queries = heads.absorb(query)
+    new = rows[:, :, 40:]
+    out = cache.step(0, *queries, new[..., :512], new[..., 512:], sm_scale=0.1)
+    given = heads.values(out).detach()
+    keys, values = (
+        module.double().requires_grad_(False).expand_kv(*(x.double() for x in cache.dequantized(0)))
+    )
+    for b, length in enumerate((41, 18)):
+        scores = 0.1 * torch.einsum("hd,htd->ht", query[b].double(), keys[b, :, :length])
+        wanted = torch.einsum("ht,htd->hd", scores.softmax(-1), values[b, :, :length])
+        assert error(given[b].double(), wanted) < bound
+
+
+@needs_latents
+def test_memory_that_is_not_in_use_is_not_read(model: CachedModel) -> None:
+    caches = [model.new_cache(2, 64, fmt="int8-g4", recent_len=8) for _ in range(2)]
+    for at in caches[1].layers:
+        for rows in (at.packed, at.exact_rows):  # type: ignore[attr-defined]  # of latents
+            rows.fill_(255)  # NaN as a scale, as bf16 and as fp16
+    assert torch.equal(read(model, caches[0]), read(model, caches[1]))
+
+
+@needs_latents
+@pytest.mark.parametrize("fmt", ["int8-g4", "int4-g8+fp8-g4"])
+def test_a_saved_cache_goes_on_with_the_same_tokens(
+    fmt: str, model: CachedModel, tmp_path: Path
+) -> None:
+    cache = model.new_cache(2, 64, fmt=fmt, recent_len=8)
+    logits = read(model, cache)[-1]
+    with pytest.raises(ConfigError, match=r"type CachedModel: .* config_dict of a CachedModel"):
+        save_cache(cache, tmp_path / "cache.safetensors", model=model)  # type: ignore[arg-type]
+    save_cache(cache, tmp_path / "cache.safetensors", model=model.config_dict)
+    loaded = load_cache(tmp_path / "cache.safetensors", model=model.config_dict)
+    assert isinstance(loaded, LatentKVCache)
+    assert torch.equal(model.generate(loaded, logits, 8), model.generate(cache, logits, 8))

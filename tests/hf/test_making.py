@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from example_plan import example_plan
 
-from kvquant import KVCache, debug, load_cache, save_cache
-from kvquant.errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
+from kvquant import CachePlan, KVCache, debug, load_cache, save_cache
+from kvquant.errors import (
+    CheckpointError,
+    ConfigError,
+    ShapeError,
+    UnsupportedError,
+    UnsupportedModelError,
+)
+from kvquant.io.model_id import model_identity
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402
@@ -267,3 +275,34 @@ def test_a_cache_of_inference_mode_goes_on_outside(
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
     own.model(tokens(1, 1), attention_mask=mask, **caching(past))
     past.check()
+
+
+def test_a_plan_says_the_formats(own: CachedModel) -> None:
+    made = example_plan(2, 2, 64)
+    plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)
+    past = QuantizedCache(own.model, plan=plan)
+    own.model.generate(tokens(2, 10), **caching(past), **OPTIONS)
+    assert past.kv is not None and past.kv.bases is not None
+    assert repr(past.kv) == repr(own.new_cache(2, past.kv.max_seq_len, plan=plan))
+    with pytest.raises(CheckpointError, match="not for this"):
+        QuantizedCache(tiny("Qwen2").model.config, plan=plan)
+
+
+def test_a_path_of_no_file_is_no_plan(own: CachedModel) -> None:
+    for call in (
+        lambda: QuantizedCache(own.model, plan="none.safetensors"),
+        lambda: own.new_cache(1, 8, plan="none.safetensors"),
+        lambda: own.fold_values("none.safetensors"),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
+            call()
+
+
+def test_a_shallow_copy_is_refused(own: CachedModel) -> None:
+    """It would share the rows, and the next call of the model would speak of padding."""
+    past, text = QuantizedCache(own.model), tokens(1, 20)
+    own.model(text[:, :15], **caching(past))
+    with pytest.raises(UnsupportedError, match=r"a QuantizedCache would share .*copy\.deepcopy"):
+        copy.copy(past)
+    own.model(text[:, 15:], **caching(past))
+    assert past.get_seq_length() == 20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, debug, load_cache, save_cache
+from kvquant import KVCache, QuantizedCache, debug, load_cache, save_cache
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
 from kvquant.errors import (
@@ -22,6 +22,7 @@ from kvquant.errors import (
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
     FP16,
+    GEMMA3N,
     SHARING,
     TOLERANCE,
     RoundedCache,
@@ -31,6 +32,7 @@ from hf_cases import (  # noqa: E402
 )
 
 from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.hf.models.configs import cache_layers  # noqa: E402
 from kvquant.hf.models.positions import positions_of  # noqa: E402
 
 LONG = [4.0] * 32
@@ -396,3 +398,35 @@ def test_rows_that_are_bad_are_told_before_a_prompt_or_a_step(
             call(cache)
         assert lengths(cache) == [[3], [3]]
     assert cache.bad_rows.tolist() == [0, 0]
+
+
+def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> None:
+    model.model.set_attn_implementation("kvquant")
+    cache: Any = QuantizedCache(model.model)
+    with pytest.raises(ConfigError, match=r"type QuantizedCache: give a KVCache, of new_cache or"):
+        model.prefill(cache, torch.ones(1, 3, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="or the kv of a QuantizedCache"):
+        model.step(cache, torch.ones(1, dtype=torch.int64))
+
+
+def test_models_whose_layers_no_cache_holds_are_refused_in_one_line() -> None:
+    for changes, message in (
+        (
+            SHARING | {"global_head_dim": 320},
+            "layer 1 has rows that no format has: head_dim 320 is not supported: use 64, 80",
+        ),
+        (
+            SHARING
+            | {"global_head_dim": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            "layer 0 has 2 KV heads, where a KVCache has one number for all, 1",
+        ),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message) as told:
+            tiny("Gemma4Text", **changes).new_cache(1, 8)
+        assert "\n" not in str(told.value)
+
+
+def test_windows_are_those_of_all_layers() -> None:
+    model = tiny("Gemma3nText", **GEMMA3N)
+    assert model.windows() == {0: 16, 2: 16}
+    assert cache_layers(model.config).shared == {2: 0, 3: 1}
