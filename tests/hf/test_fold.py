@@ -29,7 +29,7 @@ EXACT: dict[str, Any] = {"sink_len": 0, "recent_len": 0, "exact_format": "bf16"}
 def make_basis(kind: str, heads: int = 2, seed: int = 0) -> Basis:
     torch.manual_seed(seed)
     matrix = torch.eye(DIM) + 0.1 * torch.randn(heads, DIM, DIM) if kind == "matrix" else None
-    return Basis(torch.randn(heads, DIM), kind, matrix)
+    return Basis(torch.randn(heads, DIM), matrix)
 
 
 def make_plan(model: CachedModel, kind: str) -> CachePlan:
@@ -52,7 +52,7 @@ def logits_of(model: CachedModel) -> torch.Tensor:
     return model.plain(tokens(2, 40))
 
 
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+@pytest.mark.parametrize("kind", ["none", "matrix"])
 @pytest.mark.parametrize(
     "name", ["Llama", "Qwen2", "Phi3", "Gemma2", "Gemma3Text", "Qwen3", "Gemma3nText"]
 )
@@ -72,7 +72,7 @@ def test_the_model_computes_what_it_did(name: str, kind: str) -> None:
     assert relative_l2(logits_of(model), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+@pytest.mark.parametrize("kind", ["none", "matrix"])
 def test_caches_of_a_folded_model_have_no_basis_of_v(kind: str) -> None:
     model = tiny("Llama")
     plan = make_plan(model, kind)
@@ -114,8 +114,8 @@ def test_weights_that_are_not_plain_are_refused() -> None:
     attention = model.model.model.layers[1].self_attn
     attention.o_proj.__class__ = Wrapped
     with pytest.raises(UnsupportedModelError, match="layer 1 of LlamaForCausalLM has a Wrapped"):
-        fold_values(model.model, {1: make_basis("hadamard")})
-    fold_values(model.model, {0: make_basis("hadamard")})
+        fold_values(model.model, {1: make_basis("matrix")})
+    fold_values(model.model, {0: make_basis("matrix")})
 
 
 def test_layers_that_share_weights_are_refused() -> None:

@@ -206,7 +206,7 @@ LARGE |= {
 }
 LARGE |= {
     "tokens left out": Case(tokens=100, heads=2, skip=True),
-    "offset and rotation": Case(offset="kv", rotate="kv", tokens=100, heads=8, hostile=True),
+    "offset": Case(offset="kv", tokens=100, heads=8, hostile=True),
     "a long prompt": Case(tokens=5000, heads=4, page_size=64),
     "both sides": Case(feedback="kv", clip="kv", tokens=77, heads=3, v="int8", hostile=True),
     "a prompt": Case(feedback="kv", clip="k", tokens=3000, heads=8, k="int8", v="int4-g4"),
@@ -214,7 +214,7 @@ LARGE |= {
         feedback="kv", clip="kv", exact="bf16", tokens=101, heads=8, hostile=True, skip=True
     ),
     "16-bit rows of a prompt": Case(
-        feedback="kv", exact="fp16", tokens=2001, heads=8, k="int4", rotate="kv", offset="kv"
+        feedback="kv", exact="fp16", tokens=2001, heads=8, k="int4", offset="kv"
     ),
     "matrices": Case(
         matrix="kv", feedback="k", clip="kv", offset="kv", exact="bf16", tokens=50, heads=8
