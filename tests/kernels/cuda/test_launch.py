@@ -29,7 +29,7 @@ from fake_cuda import (
 from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.decode import arrange, launch
-from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, WIDE, columns_of
+from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
@@ -490,9 +490,6 @@ def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDr
     assert takes(64, half) and not takes(32, half), "two waves of blocks, the second half empty"
     launch_attention(make_query(batch, 64), [segment], 1.0, None, True)
     assert not loaded_specs()[-1].is_wide, "the same call with lse has a launch of its own"
-    with launch.override_plan(None, WIDE):
-        launch_attention(make_query(batch, 32), [segment], 1.0, None, False)
-    assert not loaded_specs()[-1].is_wide
 
 
 @pytest.mark.parametrize("stay", [False, True])
