@@ -9,7 +9,7 @@ from unittest import mock
 
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan, shared_bytes
-from kvquant.kernels.cuda.runtime.workspace import Lease, workspaces_of
+from kvquant.kernels.cuda.runtime.workspace import Lease
 from kvquant.rows.call import AttentionCall
 
 
@@ -25,7 +25,7 @@ def forced(plan: Plan, *, may_widen: bool = False) -> Iterator[None]:
         work = launch.describe(call, kind, may_widen=may_widen)
         kernel, fitted = launch._load(work, plan, call.q.get_device())
         shared = shared_bytes(fitted, work.units, plan.splits)
-        spaces = workspaces_of(call.q.device)
+        spaces = launch.workspaces_of(call.q.device)
         return launch.Launch(call, work, plan, kernel, shared, fitted.most_parts, spaces)
 
     # FixedSegments: no launch that is bound to a cache
