@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -75,6 +74,8 @@ def test_names_are_printed_as_they_are_parsed(fmt: RowFormat) -> None:
     assert RowFormat.parse(str(fmt), fmt.head_dim) == fmt
     assert ("-g" in str(fmt)) == (fmt.groups > 1)
     assert RowFormat.parse(fmt, fmt.head_dim) is fmt
+    if fmt in QUANTIZED and fmt.groups == 1 and 4 in CODECS[fmt.codec].groups:  # may be written out
+        assert RowFormat.parse(f"{fmt}-g1", fmt.head_dim) == fmt
 
 
 def test_all_names_are_listed() -> None:
@@ -89,18 +90,6 @@ def test_all_names_are_listed() -> None:
     for name in made - {*listed, "int2-g1", "int3-g1", "bf16-g1", "fp16-g1"}:
         with pytest.raises(ConfigError):
             RowFormat.parse(name, 64)
-
-
-def test_one_group_may_be_written_out() -> None:
-    assert RowFormat.parse("int4-g1", 128) == RowFormat.parse("int4", 128)
-
-
-def test_formats_are_frozen_and_usable_as_keys() -> None:
-    fmt = RowFormat("int4", 4, 128)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        fmt.groups = 2  # type: ignore[misc]
-    assert {fmt: 1}[RowFormat.parse("int4-g4", 128)] == 1
-    assert fmt != RowFormat("int4", 4, 64)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from decode_rows import (
     state,
 )
 from relative_l2 import relative_l2
+from segment_cases import assert_close
 from slow_cases import mark_slow
 from threads import run_in_threads
 
@@ -66,11 +67,7 @@ def check(q: torch.Tensor, *rows: torch.Tensor, **options: Any) -> State:
     out, lse = state(q, *rows, **options)
     options.pop("num_splits", None)
     expected, expected_lse = reference_attention(q, *rows, return_lse=True, **options)
-    assert relative_l2(out, expected) <= LIMIT
-    empty = expected_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, empty)
-    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], rtol=1e-5, atol=1e-5)
-    assert not out[empty].any()
+    assert_close((out, lse), (expected, expected_lse), LIMIT)
     for b in range(len(out)):  # no sequence hides behind the others
         assert relative_l2(out[b], expected[b]) <= 2 * LIMIT
     return out, lse

@@ -5,12 +5,10 @@ Arguments are packed as the kernel reads them: test_simulated.py launches by the
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
 import pickle
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,6 +22,7 @@ from fake_cuda import (
     loaded_specs,
     make_query,
     make_segment,
+    note_devices,
     unpack,
 )
 
@@ -291,17 +290,8 @@ def test_a_batch_has_workers_unless_splits_are_given(cuda: FakeDriver) -> None:
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = []
-
-    @contextlib.contextmanager
-    def device(index: int) -> Iterator[None]:
-        entered.append(index)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device", device)
     launch_attention(make_query(), [make_segment()], 1.0, None)
-    assert entered == []
-    monkeypatch.setattr(launch, "current_device", lambda: 3)
+    entered = note_devices(monkeypatch)
     launch_attention(make_query(), [make_segment()], 1.0, None)
     assert entered == [CPU] and len(cuda.launched) == 2
 
