@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -210,31 +211,32 @@ def check(case: PrefixCase, **options: Any) -> None:
     torch.testing.assert_close(found[1].double(), case.lse, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str, dtype: torch.dtype) -> None:
-    check(
-        make_prefix(name, 128, 40, (8, 2), 1000, page_size=64, dtype=dtype, device="cuda"),
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("names", ["int4", "int8/bf16"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims(head_dim: int, names: str) -> None:
+GPU_CASES: dict[str, dict[str, Any]] = {
+    f"{name}, {dtype}": {"names": name, "page_size": 64, "dtype": dtype}
+    for name in FORMATS
+    for dtype in LIMITS
+}
+for head_dim, names in itertools.product(HEAD_DIMS, ("int4", "int8/bf16")):
     # the decode kernel reads rows of 512, and needs pages aligned to 16 bytes
     for page_size in (0, 4, 16) if head_dim == 512 else (0, 1, 4, 16):
-        case = make_prefix(names, head_dim, 33, (6, 2), 300, page_size=page_size, device="cuda")
-        check(case)
+        case = {"names": names, "head_dim": head_dim, "batch": 33, "heads": (6, 2)}
+        case |= {"tokens": 300, "page_size": page_size}
+        GPU_CASES[f"{names} of {head_dim}, pages of {page_size}"] = case
+for batch, heads in itertools.product((1, 5, 17, 80), ((4, 4), (8, 1), (71, 1), (10, 2))):
+    case = {"batch": batch, "heads": heads, "tokens": 777, "page_size": 32}
+    GPU_CASES[f"{batch} sequences, heads {heads}"] = case
+SCALES = (6e4, 1e-5, 1e-5), (1e-4, 1e4, 1e4), (1e-4, 1e-5, 1e4), (1.0, 1.0, 1e-6)
+for names, scales in itertools.product(("int4-g4", "fp8", "int8"), SCALES):
+    case = {"names": names, "batch": 64, "heads": (4, 1), "tokens": 900, "scales": scales}
+    GPU_CASES[f"{names}, scales {scales}"] = case
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 5, 17, 80])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (71, 1), (10, 2)], ids=str)
-def test_heads(heads: tuple[int, int], batch: int) -> None:
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_the_kernel_on_a_gpu(name: str) -> None:
+    plain = {"names": "int4-g4", "head_dim": 128, "batch": 40, "heads": (8, 2), "tokens": 1000}
+    case = make_prefix(**{**plain, **GPU_CASES[name]}, device="cuda")
     for num_splits in (None, 1, 3):
-        case = make_prefix("int4-g4", 128, batch, heads, 777, page_size=32, device="cuda")
         check(case, num_splits=num_splits)
 
 
@@ -244,15 +246,6 @@ def test_blocks_of_all_sizes(shape: tuple[int, int, int], monkeypatch: pytest.Mo
     monkeypatch.setattr(prefix_spec, "SHAPES", (shape,))
     monkeypatch.setattr(runtime, "_launches", {})
     check(make_prefix("int4-g4", 128, 80, (4, 1), 1500, device="cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "scales", [(6e4, 1e-5, 1e-5), (1e-4, 1e4, 1e4), (1e-4, 1e-5, 1e4), (1.0, 1.0, 1e-6)], ids=str
-)
-@pytest.mark.parametrize("name", ["int4-g4", "fp8", "int8"])
-def test_tiny_and_large_scales(name: str, scales: tuple[float, float, float]) -> None:
-    check(make_prefix(name, 128, 64, (4, 1), 900, scales=scales, device="cuda"))
 
 
 @pytest.mark.gpu
