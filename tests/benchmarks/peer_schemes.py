@@ -56,7 +56,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
     In float32: butterflies of stride 1, 2, 4 and so on, then one product. It undoes itself.
     """
-    size, stride, rows = x.shape[-1] & -x.shape[-1], 1, x.float()
+    rows: torch.Tensor = x.float()
+    size, stride = x.shape[-1] & -x.shape[-1], 1
     while stride < size:
         lower, upper = rows.unflatten(-1, (-1, 2, stride)).unbind(-2)
         rows = torch.stack((lower + upper, lower - upper), -2).flatten(-3)

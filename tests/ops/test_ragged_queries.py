@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
+from decode_rows import lens
 from hypothesis import given
 from hypothesis import strategies as st
 from ragged_cases import each_alone, indptr
-from segment_cases import HEADS, assert_close, lens, packed, segments_of
+from segment_cases import HEADS, assert_close, packed, segments_of
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import FIELDS, variant_with

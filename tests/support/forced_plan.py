@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from kvquant.kernels.cuda.decode import launch
-from kvquant.kernels.cuda.decode.plan import Plan, shared_bytes
+from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.runtime.workspace import Lease
 from kvquant.rows.call import AttentionCall
 
@@ -23,10 +23,8 @@ def forced(plan: Plan, *, may_widen: bool = False) -> Iterator[None]:
 
     def prepare(call: AttentionCall, kind: Any = None) -> launch.Launch:
         work = launch.describe(call, kind, may_widen=may_widen)
-        kernel, fitted = launch._load(work, plan, call.q.get_device())
-        shared = shared_bytes(fitted, work.units, plan.splits)
-        spaces = launch.workspaces_of(call.q.device)
-        return launch.Launch(call, work, plan, kernel, shared, fitted.most_parts, spaces)
+        loaded = launch._load(work, plan, call.q.get_device())
+        return launch._made(call, work, plan, *loaded)
 
     # FixedSegments: no launch that is bound to a cache
     changes: dict[str, Any] = {"_launches": {}, "FixedSegments": None, "_prepare_launch": prepare}

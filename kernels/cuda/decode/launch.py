@@ -483,6 +483,11 @@ def _prepare_launch(call: AttentionCall, kind: Kind | None = None) -> Launch:
     chosen = choose(fitted.spec, registers=kernel.registers)
     if num_splits is None and work.batch > 1:  # lengths may differ
         chosen = with_workers(chosen, fitted, work.units, work.capacities)
+    return _made(call, work, chosen, kernel, fitted)
+
+
+def _made(call: AttentionCall, work: Work, chosen: Plan, kernel: Kernel, fitted: Fit) -> Launch:
+    """The launch of a call by a plan, whose kernel is loaded."""
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(call.q.device)
     return Launch(call, work, chosen, kernel, shared, fitted.most_parts, spaces)

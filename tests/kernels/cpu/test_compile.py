@@ -134,11 +134,21 @@ def test_a_damaged_file_is_not_loaded_and_made_anew(
     assert result(make(4)) == 1004 and len(compilations) == 2
 
 
+def a_folder_in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe_in_its_place(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 OPEN: dict[str, Callable[[Path], object]] = {
     "the file": lambda path: path.chmod(0o620),
     "the folder": lambda path: path.parent.chmod(0o777),
-    "a folder in its place": lambda path: (path.unlink(), path.mkdir()),
-    "a pipe in its place": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a folder in its place": a_folder_in_its_place,
+    "a pipe in its place": a_pipe_in_its_place,
 }
 
 
