@@ -385,7 +385,7 @@ def _assembled(
         for name in per_layer[0]:
             tensors[f"{side}.{name}"] = torch.stack([each[name].float() for each in per_layer])
         bases = [chosen[layer][side].basis for layer in order]
-        if all(basis.kind != "matrix" for basis in bases):
+        if all(basis.matrix is None for basis in bases):
             del tensors[f"{side}.matrix"]
         if all(basis.feedback is None for basis in bases):
             del tensors[f"{side}.feedback"]
@@ -419,9 +419,7 @@ def _plan_tensors(chosen: Chosen) -> dict[str, torch.Tensor]:
     eye = torch.eye(dim, dtype=torch.float32, device="cpu").expand(heads, dim, dim)
     return {
         "offset": basis.offset.cpu(),
-        "matrix": basis.matrix.cpu()
-        if basis.kind == "matrix" and basis.matrix is not None
-        else eye,
+        "matrix": eye if basis.matrix is None else basis.matrix.cpu(),
         "feedback": eye if basis.feedback is None else basis.feedback.cpu(),
         **{f"clip.{name}": clip for name, clip in chosen.clips.items()},
     }

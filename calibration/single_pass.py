@@ -17,7 +17,6 @@ from kvquant.errors import NonFiniteError
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import CacheLayers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
-from kvquant.ops.transform import encode_rows
 from kvquant.rows.defaults import DEFAULT, default_format
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import EXACT_DTYPES
@@ -105,7 +104,7 @@ class PassReference:
                     return x
                 basis = getattr(plan.layers[place], side).to(x.device)
                 stored = quantize_calibrated(
-                    encode_rows(x, basis), fmt, clip=basis.clip, feedback=basis.feedback
+                    basis.encode(x), fmt, clip=basis.clip, feedback=basis.feedback
                 )
                 read: torch.Tensor = basis.decode(dequantize_rows(stored, fmt))
                 if not bool(read.isfinite().all()):

@@ -356,7 +356,6 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     split = {"page_size": 8, "sink_len": 4, "recent_len": 4, "block_table": None, "seq_slots": None}
     basis: Arguments = {
         "offset": torch.zeros(2, 64),
-        "kind": "none",
         "matrix": None,
         "clip": None,
         "feedback": None,

@@ -53,8 +53,8 @@ def bases() -> list[LayerBasis]:
     feedback = feedback_matrix(matrix.double() @ matrix.double().mT).float()
     clip = torch.full((HEADS,), 0.9, dtype=torch.float32, device=CPU)
     offset = draw(HEADS, DIM, seed=2)
-    turned = Basis(offset, "matrix", matrix, clip, feedback)
-    return [LayerBasis(Basis(offset, "hadamard"), Basis(offset)), LayerBasis(turned, turned)]
+    turned = Basis(offset, matrix, clip, feedback)
+    return [LayerBasis(Basis(offset), Basis(offset)), LayerBasis(turned, turned)]
 
 
 def play(folder: Path, found: Tensors, matrices: list[LayerBasis] | None) -> None:
@@ -139,10 +139,10 @@ def play_calls(found: Tensors) -> None:
     results += attend_shared(q, prefix, [own], members=members, return_lse=True)
     found_slots = slots_of(lens, lens - lens, None, 3, 8, sink_len=2, recent_len=4)
     results += [slots for slots in found_slots if slots is not None]
-    rotated = Basis(torch.zeros(HEADS, DIM, dtype=torch.float32, device=CPU), "hadamard")
+    moved = Basis(torch.ones(HEADS, DIM, dtype=torch.float32, device=CPU))
     slots = torch.arange(6, device=CPU)
     for backend in ("cpu", "reference"):
-        for given in (None, rotated, bases()[1].k):
+        for given in (None, moved, bases()[1].k):
             pages = torch.zeros(2, 1, HEADS, 6, int4.row_bytes, dtype=torch.uint8, device=CPU)
             bad = torch.zeros(2, dtype=torch.int32, device=CPU)
             new = x[0].transpose(0, 1).clone()

@@ -27,7 +27,6 @@ from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.append import bind_append, write_rows
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import Lens, Placed, Sizes, bind_place, lens_before, place_tokens
-from ..ops.transform import encode_rows
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
     FLOATS,
@@ -658,7 +657,7 @@ class LayerCache:
             address(x, name)
             _check_limit(x, name, fmt, new_lens)
             if basis is not None:
-                x, name = encode_rows(x, basis), f"in the basis of the layer, {name}"
+                x, name = basis.encode(x), f"in the basis of the layer, {name}"
                 _check_limit(x, name, fmt, new_lens)
             if self.split.exact_len:  # rounding may lead over a limit
                 exact = EXACT_DTYPES[self.k_exact.codec]

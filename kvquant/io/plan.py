@@ -46,7 +46,7 @@ class CachePlan:
         places          L numbers: the layer of the model at each index of the cache
         others          [{"layer", "why"}]: layers of the model without a cache
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
-                        bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
+                        bit}; a side is {"format": "int4", "basis": "none" | "matrix",
                         "rounding": "nearest" | "feedback"}
         bits            per element of K and V, of the packed rows, headers included
         observed_tokens, candidates (formats), zero_data (true: no text was observed)
@@ -335,7 +335,7 @@ class CachePlan:
         if chosen is None:
             matrix = tensor("matrix") if entry["basis"] == "matrix" else None
             feedback = tensor("feedback") if entry["rounding"] == "feedback" else None
-            chosen = Basis(tensor("offset"), entry["basis"], matrix, None, feedback)
+            chosen = Basis(tensor("offset"), matrix, None, feedback)
             self._unclipped[layer, side] = chosen
         clip = f"clip.{entry['format']}"
         if f"{side}.{clip}" in self.tensors:

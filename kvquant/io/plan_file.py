@@ -21,7 +21,7 @@ class _Side(msgspec.Struct):
     """How K or V of a layer is kept."""
 
     format: str
-    basis: Annotated[str, Meta(pattern=r"\A(none|hadamard|matrix)\Z")]
+    basis: Annotated[str, Meta(pattern=r"\A(none|matrix)\Z")]
     rounding: Annotated[str, Meta(pattern=r"\A(nearest|feedback)\Z")]
 
     @property

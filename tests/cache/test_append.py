@@ -21,7 +21,7 @@ from kvquant.rows.basis import Basis, LayerBasis
 
 def bases(device: str = "cpu") -> list[LayerBasis]:
     offset = torch.randn(HEADS, DIM)
-    return [LayerBasis(Basis(offset, "hadamard"), Basis(-offset)).to(device)] * 2
+    return [LayerBasis(Basis(offset), Basis(-offset)).to(device)] * 2
 
 
 def assert_same(cache: KVCache, other: KVCache) -> None:

@@ -89,12 +89,7 @@ def counted(at: LayerCache) -> Iterator[list[bool]]:
         {},
         {"windows": [8, None]},
         {"sink_len": 0, "recent_len": 0},
-        {
-            "bases": [
-                LayerBasis(Basis(torch.ones(HEADS, DIM), "hadamard"), Basis(torch.ones(HEADS, DIM)))
-            ]
-            * 2
-        },
+        {"bases": [LayerBasis(Basis(torch.ones(HEADS, DIM)), Basis(torch.ones(HEADS, DIM)))] * 2},
     ],
     ids=["plain", "window", "no 16-bit rows", "basis"],
 )

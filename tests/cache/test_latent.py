@@ -25,6 +25,7 @@ from kvquant import (
     save_cache,
 )
 from kvquant.cache.latent import LatentLayerCache
+from kvquant.calibration.bases import spreading
 from kvquant.errors import (
     CheckpointError,
     ConfigError,
@@ -39,7 +40,6 @@ from kvquant.io.plan import CachePlan
 from kvquant.ops import mla
 from kvquant.ops.mla import check_kernels
 from kvquant.rows.basis import LayerBasis
-from kvquant.rows.rotation import rotate
 
 SCALE = 80**-0.5
 DIMS = {"latent_dim": 256, "rope_dim": 32}
@@ -250,9 +250,6 @@ def test_more_queries_than_tokens_are_refused() -> None:
 
 BASES = {
     "matrix": random_basis(),
-    "hadamard": LayerBasis(
-        Basis(torch.full((1, 256), 0.5), "hadamard"), Basis(torch.full((1, 32), 0.5), "hadamard")
-    ),
     "offset": LayerBasis(Basis(torch.ones(1, 256)), Basis(torch.zeros(1, 32))),
 }
 
@@ -308,8 +305,8 @@ def test_a_basis_takes_the_outliers_out_of_int4_latents() -> None:
     rows = latent.flatten(0, 2)
     mean = rows.mean(0, keepdim=True)
     axes = torch.linalg.eigh((rows - mean).T.double() @ (rows - mean).double())[1].float()
-    matrix = (axes @ rotate(torch.eye(256)))[None]  # every stored channel has a part of each axis
-    spread = LayerBasis(Basis(mean, "matrix", matrix), Basis(torch.zeros(1, 32)))
+    matrix = (axes @ spreading(256).float())[None]  # every stored channel has a part of each axis
+    spread = LayerBasis(Basis(mean, matrix), Basis(torch.zeros(1, 32)))
     q_latent, q_rope = queries(4)
     q_latent /= 30
     errors = []

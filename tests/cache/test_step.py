@@ -10,7 +10,7 @@ from kvquant.errors import ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 
 BATCH, Q_HEADS, HEADS, DIM = 3, 4, 2, 64
-KINDS = ("no plan", "none", "hadamard", "matrix")
+KINDS = ("no plan", "none", "matrix")
 
 
 def make_bases(kind: str) -> list[LayerBasis] | None:
@@ -18,7 +18,7 @@ def make_bases(kind: str) -> list[LayerBasis] | None:
     if kind == "no plan":
         return None
     matrix = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM) if kind == "matrix" else None
-    basis = Basis(torch.randn(HEADS, DIM), kind, matrix)
+    basis = Basis(torch.randn(HEADS, DIM), matrix)
     return [LayerBasis(basis, basis)]
 
 

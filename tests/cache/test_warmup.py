@@ -30,7 +30,8 @@ from kvquant.rows.variant import names_of
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 2048
 PLAIN: dict[str, Any] = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
 IDENTITY = Basis(torch.zeros(1, 64))  # of RoPE parts
-ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))
+TURNED = Basis(torch.zeros(1, 512), torch.eye(512)[None])  # of latents
+ROUNDED = Basis(torch.ones(HEADS, DIM), feedback=torch.zeros(HEADS, DIM, DIM))
 MAKERS = {
     "plain": partial(KVCache, **PLAIN),
     "formats": partial(KVCache, **PLAIN, k_format=["int8", "fp8"], v_format="int4"),
@@ -121,7 +122,7 @@ LATENTS: dict[str, dict[str, Any]] = {
     "fp8": {"fmt": "fp8"},
     "fp8 bases": {"fmt": "fp8", "bases": [random_basis(512, 64)] * 2},
     "bases": {"bases": [random_basis(512, 64)] * 2},
-    "one basis": {"bases": [LayerBasis(Basis(torch.zeros(1, 512), "hadamard"), IDENTITY)] * 2},
+    "one basis": {"bases": [LayerBasis(TURNED, IDENTITY)] * 2},
 }
 
 

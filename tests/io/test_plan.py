@@ -175,7 +175,10 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "empty": (set_in("layers", value=[]), "layers is .*: it must be array of length >= 1"),
     "no model": (lambda facts, _: facts.pop("model"), "lacks one: .* model"),
     "model": (set_in("model", value=3), "model is 3"),
-    "basis": (set_in("layers", 0, "k", "basis", value="dct"), r"layers\[0\].k.basis is 'dct': "),
+    "basis": (
+        set_in("layers", 0, "k", "basis", value="hadamard"),
+        r"k.basis is 'hadamard': .*matrix",
+    ),
     "rounding": (
         set_in("layers", 0, "k", "rounding", value="up"),
         r"k.rounding is 'up': .*nearest",
@@ -185,10 +188,10 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "feedback": (set_in("layers", 0, "k", "rounding", value="feedback"), "k.'feedback' is missing"),
     "other basis": (
         put("v.matrix", lambda x: x.mul_(2)),
-        r"layers\[1\].v.basis is 'hadamard', and",
+        r"layers\[1\].v.basis is 'none', and",
     ),
     "kept": (set_in("layers", 2, "k", "format", value="int4"), r"layers\[2\] is kept in 16 bit"),
-    "kept basis": (set_in("layers", 2, "v", "basis", value="hadamard"), "is kept in 16 bit"),
+    "kept basis": (set_in("layers", 2, "v", "basis", value="matrix"), "is kept in 16 bit"),
     "bits": (set_in("bits", value=4.25), "bits is 4.25: the formats have 9.0"),
     "no bits": (set_in("bits", value=float("nan")), "bits is nan"),
     "missing": (lambda _, tensors: tensors.pop("k.offset"), "k.offset and v.offset of .* missing"),
@@ -263,12 +266,12 @@ def test_golden_files_still_load(path: Path) -> None:
     latent = CachePlan.load(DATA / "plan-latent.safetensors")
     assert latent.is_latent and latent.formats == [("int4-g8", "int8-g4")]
     basis = latent.layers[0]
-    assert (basis.k.kind, basis.v.kind) == ("hadamard", "matrix")
+    assert (basis.k.kind, basis.v.kind) == ("none", "matrix")
     assert torch.equal(basis.k.offset, torch.arange(256)[None] / 64 - 2.0)
 
 
 def test_a_large_plan_of_no_head_dim_is_refused_before_it_costs_memory(path: Path) -> None:
-    side = {"format": "int4", "basis": "hadamard", "rounding": "nearest"}
+    side = {"format": "int4", "basis": "none", "rounding": "nearest"}
 
     def edit(facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors.clear()

@@ -22,13 +22,12 @@ from kvquant import (
 from kvquant.ops import append as append_ops
 from kvquant.rows.format import NAMES
 from kvquant.rows.quantize import is_nan_row
-from kvquant.rows.rotation import rotate
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7  # page sizes that attention does not take are stored too
 SEQ_SLOTS, EXACT_LEN = 3, 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 USUAL = ("int2", "int3", "int4", "int4-g4", "int8-g8", "fp8", "bf16", "fp16")  # of them
-TRANSFORMS = "as it comes", "offset", "rotated", "offset and rotated", "rope", "all"
+TRANSFORMS = "as it comes", "offset", "rope", "all"
 
 
 def storage(fmt: RowFormat, pages: int = PAGES, page_size: int = PAGE_SIZE) -> torch.Tensor:
@@ -100,15 +99,12 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
     kind: str, exact_format: str | None, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(append_ops, "TOKENS_PER_PART", 4)
-    words = ("offset", "rotated", "rope")
-    with_offset, with_rotation, with_rope = (kind == "all" or word in kind for word in words)
+    with_offset, with_rope = (kind == "all" or word in kind for word in ("offset", "rope"))
     for dtype, k_name, k_dim, v_name, v_dim in CASES[backend]:
         k_format, v_format = RowFormat.parse(k_name, k_dim), RowFormat.parse(v_name, v_dim)
         k, v = (3 * torch.randn(9, HEADS, dim).to(dtype) for dim in (k_dim, v_dim))
         offsets = [torch.randn(HEADS, dim) for dim in (k_dim, v_dim)]
-        kind_of_basis = "hadamard" if with_rotation else "none"
-        bases = [Basis(x if with_offset else 0 * x, kind_of_basis) for x in offsets]
-        transforms = bases if with_offset or with_rotation else (None, None)
+        transforms = [Basis(x) if with_offset else None for x in offsets]
         rope = angles(9, k_dim // 2, interleaved=k_dim == 80) if with_rope else None
         slots = some_slots(9)
         exact: list[torch.Tensor | None] = [None, None]
@@ -128,7 +124,6 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         for side, x in enumerate((k, v)):
             values = x.float() if side or rope is None else turned(x, rope)
             values = values - offsets[side] if with_offset else values
-            values = rotate(values) if with_rotation else values
             fmt = (k_format, v_format)[side]
             arrays = expected[side], expected_exact[side]
             one_by_one(values, *arrays, slots, fmt, formats[side])

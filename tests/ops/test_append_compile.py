@@ -63,7 +63,7 @@ def angles(num_tokens: int) -> Rope:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str) -> None:
     weight = torch.randn(32, 2 * (64 + 96), requires_grad=True)
-    basis = Basis(torch.randn(2, 64), "hadamard")
+    basis = Basis(torch.randn(2, 64))
 
     def step(x: torch.Tensor, slots: Slots, rope: Rope, rows: dict[str, Any]) -> Any:
         k, v = (x @ weight).view(-1, 2, 160).split([64, 96], dim=-1)
@@ -190,8 +190,8 @@ def append_arguments(exact: bool) -> tuple[Any, ...]:
     if not exact:
         slots, rows = Slots(slots.packed), rows | {"exact_k": None, "exact_v": None}
     fitted = torch.randn(2, 96, 96), torch.tensor([0.9, 1.0]), torch.eye(96).repeat(2, 1, 1)
-    of_k = k, rows["k_rows"], "int4-g4", rows["exact_k"], torch.randn(2, 64), True, None, None, None
-    of_v = v, rows["v_rows"], "fp8", rows["exact_v"], None, False, *fitted
+    of_k = k, rows["k_rows"], "int4-g4", rows["exact_k"], torch.randn(2, 64), None, None, None
+    of_v = v, rows["v_rows"], "fp8", rows["exact_v"], None, *fitted
     return *of_k, *of_v, *slots, "fp16", *rope, rows["bad"] if exact else None, None
 
 

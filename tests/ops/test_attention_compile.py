@@ -119,7 +119,7 @@ def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None
     bases = None
     if kind is not None:
         matrix = torch.eye(64) + 0.1 * torch.randn(2, 64, 64) if kind == "matrix" else None
-        bases = [LayerBasis(*(Basis(torch.randn(2, 64), kind, matrix) for _ in "kv"))]
+        bases = [LayerBasis(*(Basis(torch.randn(2, 64), matrix) for _ in "kv"))]
     cache = KVCache(1, 3, 2, 64, 100, sink_len=4, recent_len=16, bases=bases)
     k, v = torch.randn(2, 3, 2, 60, 64)
     cache.append(0, k, v, torch.tensor([60, 2, 0]))

@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"num_pages": PAGES, "max_num_seqs": SEQ_SLOTS, "max_s
 KINDS: dict[str, RowKind] = {
     "plain": ROW_KINDS["heads"],
     "offset": planned("offset"),
-    "feedback": planned("hadamard clip feedback"),
+    "feedback": planned("clip feedback"),
     "latents": ROW_KINDS["latents"],
 }
 Rows = Sequence[torch.Tensor]  # K and V of new tokens

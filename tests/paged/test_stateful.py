@@ -78,8 +78,8 @@ def make_basis() -> LayerBasis:
     matrix = -2 * torch.eye(DIM)[torch.randperm(DIM)].expand(HEADS, DIM, DIM)
     weights = torch.randn(HEADS, DIM, DIM).double()
     feedback = feedback_matrix(weights @ weights.mT + torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), "matrix", matrix, torch.full((HEADS,), 0.9), feedback)
-    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "hadamard"))
+    k = Basis(torch.randn(HEADS, DIM), matrix, torch.full((HEADS,), 0.9), feedback)
+    return LayerBasis(k, Basis(torch.randn(HEADS, DIM)))
 
 
 class Values:

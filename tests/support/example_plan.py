@@ -39,7 +39,7 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
     """Make its facts."""
     side = {"format": "int4", "basis": "matrix", "rounding": "nearest"}
     layers: list[dict[str, Any]] = [
-        {"k": side, "v": side | {"basis": "hadamard"}, "kept": None} for _ in range(num_layers)
+        {"k": side, "v": side | {"basis": "none"}, "kept": None} for _ in range(num_layers)
     ]
     exact = {"format": "bf16", "basis": "none", "rounding": "nearest"}
     layers[0] = layers[0] | {"v": side | {"format": "int8"}}
