@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 
-from kvquant.errors import (
-    ConfigError,
-    NonFiniteError,
-    UnsupportedModelError,
-    refuse,
-    shown,
-)
+from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError, refuse, shown
 from kvquant.hf.model import CachedModel, as_cached_model
 from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.hf.models.loading import tokenizer_of
@@ -348,9 +342,7 @@ def _windows(
 
 
 def observe(
-    model: CachedModel,
-    windows: torch.Tensor,
-    progress: Report = lambda stage, share: None,
+    model: CachedModel, windows: torch.Tensor, progress: Report = lambda stage, share: None
 ) -> Moments:
     """The moments of a text, window by window; see calibrate."""
     moments = Moments()
@@ -402,12 +394,7 @@ def _assembled(
             }
         layers.append(entry)
     clips = next(iter(chosen[order[0]].values())).clips
-    whole = {
-        **facts,
-        "layers": layers,
-        "candidates": list(clips),
-        "measured": None,
-    }
+    whole = {**facts, "layers": layers, "candidates": list(clips), "measured": None}
     plan = CachePlan(whole, tensors)
     return CachePlan(whole | {"bits": plan.bits}, plan.tensors)
 
@@ -528,10 +515,7 @@ def _decided(
 
 
 def _windowed(
-    measure: Callable[[Planned], Fidelity],
-    plan: CachePlan,
-    sizes: Sizes,
-    window: tuple[int, int],
+    measure: Callable[[Planned], Fidelity], plan: CachePlan, sizes: Sizes, window: tuple[int, int]
 ) -> dict[str, Any] | None:
     """What the plan keeps with a window of 16-bit tokens; None without one to measure."""
     if not 0 < sum(window) < sizes.context:
@@ -578,10 +562,7 @@ def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers, has_text: b
 
 
 def _costs(
-    chosen: Chosen,
-    alone: float,
-    start: str,
-    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+    chosen: Chosen, alone: float, start: str, formats: Mapping[str, tuple[RowFormat, RowFormat]]
 ) -> dict[str, float]:
     """The KL of one side in every format, from that in the one it was measured in."""
     errors = {

@@ -312,13 +312,7 @@ Arguments = dict[str, Any]
 
 def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     """Public calls, and arguments with which they are right."""
-    attention: Arguments = {
-        "q": Q,
-        "k_rows": rows(),
-        "v_rows": rows(),
-        "seq_lens": LENS,
-        **BOTH,
-    }
+    attention: Arguments = {"q": Q, "k_rows": rows(), "v_rows": rows(), "seq_lens": LENS, **BOTH}
     queries = {"q": torch.zeros(2, 3, 4, 64), "q_lens": torch.tensor([3, 0], dtype=torch.int32)}
     x, pages = torch.randn(2, 1, 64), torch.zeros(1, 1, 4, INT4.row_bytes, dtype=torch.uint8)
     exact = torch.zeros(1, 1, 4, 128, dtype=torch.uint8)
@@ -332,11 +326,7 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "exact_format": "bf16",
     }
     new |= {"k_transform": None, "rope": None, "bad": torch.zeros(2, dtype=torch.int32)}
-    rope: Arguments = {
-        "cos": torch.zeros(2, 32),
-        "sin": torch.zeros(2, 32),
-        "interleaved": False,
-    }
+    rope: Arguments = {"cos": torch.zeros(2, 32), "sin": torch.zeros(2, 32), "interleaved": False}
     sizes: Arguments = {
         "num_layers": 1,
         "batch": 2,
@@ -347,12 +337,7 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     given = {"k_format": INT4, "v_format": INT4, "sink_len": 1, "recent_len": 2, "windows": None}
     filled = cache()
     options = {"sm_scale": None, "num_splits": None, "backend": None}
-    lens: Arguments = {
-        "seq_lens": LENS,
-        "packed_lens": LENS * 0,
-        "new_lens": None,
-        "new_tokens": 2,
-    }
+    lens: Arguments = {"seq_lens": LENS, "packed_lens": LENS * 0, "new_lens": None, "new_tokens": 2}
     split = {"page_size": 8, "sink_len": 4, "recent_len": 4, "block_table": None, "seq_slots": None}
     basis: Arguments = {
         "offset": torch.zeros(2, 64),

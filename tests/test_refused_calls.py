@@ -553,24 +553,15 @@ IN_STEP: Table = table(
             (lambda k, v: (k[:, 0], v[:, 0]), "ShapeError: it must be [num_tokens"),
             (lambda k, v: (k[..., :16], v), "ShapeError: , 16]: rows of the cache have"),
             (lambda k, v: (k, v[..., :16]), "ShapeError: , 16]: rows of the cache have"),
-            (
-                lambda k, v: (k.repeat(1, 3, 1), v.repeat(1, 3, 1)),
-                "ShapeError: KV heads, ",
-            ),
+            (lambda k, v: (k.repeat(1, 3, 1), v.repeat(1, 3, 1)), "ShapeError: KV heads, "),
             (
                 lambda k, v: (k, v[:3]),
                 "ShapeError: both must be [num_tokens, num_kv_heads, head_dim]",
             ),
             (lambda k, v: (k, v.flatten(1)), "ShapeError: both must be [num_tokens"),
-            (
-                lambda k, v: (k.double(), v),
-                "ConfigError: use float32, bfloat16 or float16",
-            ),
+            (lambda k, v: (k.double(), v), "ConfigError: use float32, bfloat16 or float16"),
             (lambda k, v: (k, v.half()), "ConfigError: is torch.float16: use float32"),
-            (
-                lambda k, v: (torch.cat([k, k], -1)[..., ::2], v),
-                "ShapeError: row must",
-            ),
+            (lambda k, v: (torch.cat([k, k], -1)[..., ::2], v), "ShapeError: row must"),
             (lambda k, v: (k, v.to("meta")), "DeviceError: is on cpu, "),
         )
     ),
@@ -642,10 +633,7 @@ IN_STEP_OF_LATENTS: Table = table(
             (lambda q, rope: (q, rope[:, :3]), "ShapeError: q_rope [2, 3, 32]: they must be"),
             (lambda q, rope: (q[:0], rope[:0]), "ShapeError: q_latent has 0 rows, the step 2 seq"),
             (lambda q, rope: (q[0], rope[0]), "ShapeError: q_latent is [4, 256]: it must be"),
-            (
-                lambda q, rope: (q.half(), rope),
-                "ConfigError: q_rope is torch.float32: use float16",
-            ),
+            (lambda q, rope: (q.half(), rope), "ConfigError: q_rope is torch.float32: use float16"),
         )
     ),
     (

@@ -97,11 +97,7 @@ def torch_calls(case: Case, inputs: Sequence[Inputs]) -> dict[str, list[Call]]:
 
 
 def sdpa(
-    backend: SDPBackend | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sm_scale: float,
+    backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
 ) -> torch.Tensor:
     """scaled_dot_product_attention by one backend, or by torch's choice."""
     grouped = q.shape[1] != k.shape[1]

@@ -20,16 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import programs
 import public_models
 from click.testing import CliRunner
-from peer_caches import (
-    EXACT,
-    Leave,
-    PeerLayer,
-    PeerReference,
-    Shipped,
-    ggml,
-    new_cache,
-    shipped,
-)
+from peer_caches import EXACT, Leave, PeerLayer, PeerReference, Shipped, ggml, new_cache, shipped
 from peer_schemes import kivi, kivi_keys, kivi_values
 from public_tables import AGAIN, at_most, losses
 from tiny_models import tiny_model

@@ -13,12 +13,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_recall
 import train_recall
-from train_recall import (
-    KINDS,
-    TOKENIZER,
-    made_model,
-    prepare,
-)
+from train_recall import KINDS, TOKENIZER, made_model, prepare
 from transformers import AutoTokenizer
 
 from kvquant.evaluation.evaluate import Sizes, Task, evaluate

@@ -19,13 +19,7 @@ from kvquant import KVCache, PagedKVCache
 from kvquant.calibration import auto
 from kvquant.calibration.calibrate import calibrate
 from kvquant.calibration.fidelity import Scheme
-from kvquant.calibration.windows import (
-    Sizes,
-    observed_windows,
-    packaged_texts,
-    spread,
-    too_little,
-)
+from kvquant.calibration.windows import Sizes, observed_windows, packaged_texts, spread, too_little
 from kvquant.engine.settings import Settings, _kept_plan, tell_settings, with_kept_plan
 from kvquant.errors import CheckpointError, ConfigError
 from kvquant.io import plan_store
@@ -154,10 +148,7 @@ def test_a_damaged_file_is_made_anew(
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(
-    model: CachedModel,
-    made: list[Any],
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
+    model: CachedModel, made: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.parent.write_text("in the way")
     caplog.set_level(logging.INFO, "kvquant")

@@ -227,10 +227,7 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
             "Gemma3Text",
             {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
         ),
-        (
-            "Gemma2",
-            {"sliding_window": 32, "query_pre_attn_scalar": 64},
-        ),
+        ("Gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
         pytest.param(
             "GptOss",
             {"sliding_window": 32, "num_local_experts": 2, "num_experts_per_tok": 1},

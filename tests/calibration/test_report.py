@@ -214,7 +214,7 @@ def test_the_error_of_a_difference_is_that_of_the_passages_differences() -> None
 def test_figures_have_the_digits_that_matter() -> None:
     pairs = [(0.00664, 0.00042), (2.318, 0.4), (0.5, 0.0), (1.0, None), (-1e-9, None), (98.83, 1.2)]
     assert [plus_minus(*pair) for pair in pairs] == [
-        *("0.0066 ± 0.0004", "2.3 ± 0.4", "0.5", "1", "0", "98.8 ± 1"),
+        *("0.0066 ± 0.0004", "2.3 ± 0.4", "0.5", "1", "0", "98.8 ± 1")
     ]
     assert plus_minus(math.nan, None) == "nan"
 

@@ -19,15 +19,7 @@ from kvquant.calibration.verdict import CLOSE, RUIN, SAFE_WORD, SMALL
 from kvquant.calibration.windows import spread
 from kvquant.cli.main import main
 from kvquant.evaluation.caches import parse_cache
-from kvquant.evaluation.check import (
-    ENOUGH,
-    best,
-    check,
-    check_size,
-    parse_memory,
-    render,
-    verdict,
-)
+from kvquant.evaluation.check import ENOUGH, best, check, check_size, parse_memory, render, verdict
 from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.hf.hybrid import load_decoder
 from kvquant.hf.model import CachedModel
@@ -198,8 +190,7 @@ def test_too_little_text_is_refused_before_work(model: CachedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29)],
+    ("text", "expected"), [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29)]
 )
 def test_memory(text: str, expected: int) -> None:
     assert parse_memory(text) == expected

@@ -14,13 +14,7 @@ from kvquant.calibration.fidelity import Scheme, predict
 from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Caches, Reading, ask_all, score
 from kvquant.evaluation.evaluate import HELD_OUT
-from kvquant.evaluation.generation import (
-    Sampling,
-    answer_of,
-    ended,
-    first_divergence,
-    free_run,
-)
+from kvquant.evaluation.generation import Sampling, answer_of, ended, first_divergence, free_run
 from kvquant.evaluation.generation import summary as texts_agree
 from kvquant.evaluation.prompts import Asked, Prompt
 from kvquant.hf.hybrid import HybridModel

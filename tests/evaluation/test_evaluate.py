@@ -443,10 +443,7 @@ def test_a_question_beyond_the_positions_is_refused(
         (lambda: Sizes(prompts=0), "prompts has 0"),
         (lambda: Sizes(facts=()), r"facts has no number: give \(0,\)"),
         (lambda: Sizes(facts=(4, -1)), "facts has -1: use whole numbers from 0 on"),
-        (
-            lambda: Sizes(seed=-1),
-            "seed has -1: use whole numbers from 0 on and below 10995",
-        ),
+        (lambda: Sizes(seed=-1), "seed has -1: use whole numbers from 0 on and below 10995"),
         (lambda: Sizes(seed=2**40), "seed has 1099511627776: use whole numbers from 0 on and bel"),
         (lambda: Sizes(seed=2**44), "seed has 17592186044416"),
     ],

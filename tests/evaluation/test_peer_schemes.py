@@ -12,15 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from peer_schemes import (
-    PeerCache,
-    codebook,
-    kivi,
-    kvarn,
-    oscar_rotations,
-    peers,
-    turboquant,
-)
+from peer_schemes import PeerCache, codebook, kivi, kvarn, oscar_rotations, peers, turboquant
 from tiny_models import tiny_model
 
 from kvquant.cli.demo import MODEL

@@ -223,12 +223,7 @@ def test_the_golden_file_of_a_plan_of_latent_rows_still_loads() -> None:
 @pytest.mark.parametrize("key", ["kvquant_cache", "kvquant_pages", "kvquant", "kvquant_moments"])
 @pytest.mark.parametrize(
     "read",
-    [
-        load_cache,
-        CachePlan.load,
-        describe,
-        partial(load_sequences, PagedKVCache(1, 1, 64, 1)),
-    ],
+    [load_cache, CachePlan.load, describe, partial(load_sequences, PagedKVCache(1, 1, 64, 1))],
     ids=["load_cache", "plan", "describe", "load_sequences"],
 )
 def test_files_of_before_the_first_release_are_refused(
