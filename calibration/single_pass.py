@@ -19,7 +19,7 @@ from kvquant.hf.models.configs import CacheLayers
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from kvquant.ops.transform import encode_rows
 from kvquant.rows.defaults import DEFAULT, default_format
-from kvquant.rows.format import RowFormat
+from kvquant.rows.format import RowFormat, mean_bits
 from kvquant.rows.quantize import EXACT_DTYPES
 
 from .fidelity import (
@@ -123,8 +123,7 @@ class PassReference:
                 )
 
             rows = [format_of(side, dim) for (_, side), dim in self._dims.items()]
-            elements = sum(fmt.head_dim for fmt in rows)  # none where no layer is held
-            bits = 8 * sum(fmt.row_bytes for fmt in rows) / elements if rows else 16.0
+            bits = mean_bits(rows) if rows else 16.0  # no layer is held
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
                 fmt = format_of(side, x.shape[-1])

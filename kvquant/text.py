@@ -112,9 +112,9 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
-def number(value: float | None) -> str:
-    """Three digits; "-" for None."""
-    return "-" if value is None else f"{value:.3g}"
+def number(value: float | None, form: str = ".3g", unit: str = "") -> str:
+    """A number in a form, by default of three digits, with its unit; "-" for None."""
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def printable(text: str) -> str:

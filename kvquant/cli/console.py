@@ -226,7 +226,8 @@ def check_output(
         endings: allowed ones of the name.
     """
     if path is not None:
-        refuse(ConfigError, (f"{path} {why}" for why in _unwritable(path, inputs, endings)))
+        name = path if path.name else "a file without a name"
+        refuse(ConfigError, (f"{name} {why}" for why in _unwritable(path, inputs, endings)))
 
 
 def _unwritable(

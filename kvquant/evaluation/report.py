@@ -8,7 +8,7 @@ from typing import Any
 
 from kvquant.report import page
 from kvquant.report.page import Section, Table, Verdict, text
-from kvquant.text import Column, count_text
+from kvquant.text import Column, count_text, number
 
 from . import figures
 from .check import ENOUGH as PASSAGES
@@ -182,11 +182,11 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         [
             name,
             f"{max(one['kl'], 0.0):.5f}",  # rounding may leave less than 0
-            _or_dash(one["kl_error"], "{:.5f}"),
+            number(one["kl_error"], ".5f"),
             *(f"{max(one['by_position'][at], 0.0):.5f}" for at in (0, -1)),
             f"{one['kl_tail']:.4f}",
             f"{POINTS * one['top1']:.1f}",
-            _or_dash(one["top1_error"], "{:.1%}").rstrip("%"),
+            number(one["top1_error"], ".1%").rstrip("%"),
         ]
         for name, one in zip(names[1:], rows, strict=True)
     ]
@@ -268,10 +268,6 @@ def _counted(row: Mapping[str, Any], noun: str) -> str:
         f"{count_text(count, noun)}{errors} ({asked} were asked for, and the text has room for no "
         "more: give a longer --text or a shorter --length)"
     )
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def failures(found: Mapping[str, Any]) -> list[str]:

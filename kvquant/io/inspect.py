@@ -78,16 +78,14 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         for layer, formats in zip(layers, manifest.formats, strict=True):
             layer["format"] = str(LatentFormat(*formats))
             layer["k"]["format"] = layer["format"].partition("+")[0]  # FlashMLA's is "fp8"
+    for layer, window in zip(layers, manifest.layer_windows, strict=True):
+        layer["window"] = window
     problems = []
     if isinstance(manifest, CacheManifest):
         described |= _describe_cache(manifest)
-        for layer, entry in zip(layers, manifest.layers, strict=True):
-            layer["window"] = entry.window
         problems = _all_exact(manifest, layers)
     elif isinstance(manifest, SequencesManifest):
         described |= _describe_sequences(manifest)
-        for layer, window in zip(layers, manifest.windows, strict=False):
-            layer["window"] = window
     problems += warnings(layers, manifest.model, _sides(described))
     return described | totals(layers) | {"layers": layers, "warnings": problems}
 
