@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -241,8 +241,7 @@ class _Run:
                 raise ConfigError("state serves kvquant's own caches: leave it out for others")
         odd = chain(self._odd_examples(), self._odd_lengths(), self._odd_windows())
         refuse(ConfigError, odd)
-        needs_text = bool({"kl", "retrieval"} & {*self.task.kinds}) or not self.examples
-        self.tokens = self._encoded() if needs_text else []
+        self.tokens = self._encoded() if self._needs_text else []
         refuse(ConfigError, self._odd_text())
         self.written = {length: self._written(length) for length in self.lengths}
         refuse(ConfigError, self._odd_questions())
@@ -257,12 +256,14 @@ class _Run:
         return Scheme(self.model.exact_format, self.model.exact_format)
 
     @property
+    def _needs_text(self) -> bool:
+        """Whether a task has contexts of the text, of the lengths to measure."""
+        return not self.examples or bool({"kl", "retrieval"} & {*self.task.kinds})
+
+    @property
     def _contexts(self) -> list[int]:
         """Tokens of each context: of the user's prompts, of the lengths to measure, or of both."""
-        counts = [len(one.tokens) for one in self.examples]
-        if not counts or {"kl", "retrieval"} & {*self.task.kinds}:
-            counts += self.lengths
-        return counts
+        return [len(one.tokens) for one in self.examples] + [*self.lengths] * self._needs_text
 
     @property
     def _behind(self) -> int:
@@ -354,11 +355,10 @@ class _Run:
 
     def _odd_text(self) -> Iterator[str]:
         needed = 0
-        for length in self.lengths:
-            if "kl" in self.task.kinds:
-                needed = max(needed, length + self.sizes.scored)
-            if "generation" in self.task.kinds and not self.examples:
-                needed = max(needed, length)
+        if "kl" in self.task.kinds:
+            needed = max(self.lengths) + self.sizes.scored
+        elif "generation" in self.task.kinds and not self.examples:
+            needed = max(self.lengths)
         if len(self.tokens) < needed:
             name = "the packaged text" if self.text is None else "the text"
             yield (
@@ -452,7 +452,7 @@ class _Run:
         """Bytes of the 16-bit cache and the largest other one, which exist together."""
         new = self.sizes.new_tokens
         tokens = [len(one.tokens) + new for one in self.examples]  # alone in a batch
-        if not self.examples or {"kl", "retrieval"} & {*self.task.kinds}:
+        if self._needs_text:
             tokens.append(self.sizes.batch * (max(self.lengths) + self._behind))
         exact, *others = (one["bytes_a_token"] for one in self.costs)
         if any(not isinstance(one, Scheme | Planned) for one in self.choices):
@@ -492,22 +492,14 @@ class _Run:
         }
 
     def all(self) -> dict[str, Any]:
-        measures: Mapping[str, Callable[[int], Any]] = {
-            "kl": self._kl,
-            "generation": self._generation,
-            "retrieval": self._retrieval,
-        }
-        kinds = [kind for kind in KINDS if kind in self.task.kinds]
         found: dict[str, Any] = {"settings": self._settings(), "caches": self.costs}
         found["cache_bytes"] = self.cache_bytes
         found |= {"notes": told} if (told := [*notes(self.model), *self.notes]) else {}
-        for kind in kinds:
-            found[kind] = {}
-            lengths = self.lengths
-            if kind == "generation" and self.examples:
-                lengths = (0,)  # the prompts' own
-            for length in lengths:
-                found[kind][str(length)] = measures[kind](length)
+        for kind, measure in zip(KINDS, (self._kl, self._generation, self._retrieval), strict=True):
+            if kind in self.task.kinds:
+                own = kind == "generation" and self.examples  # lengths of the prompts
+                lengths = (0,) if own else self.lengths
+                found[kind] = {str(length): measure(length) for length in lengths}
         return found | {"seconds": self.records.seconds()}
 
     def _measured(self, what: str, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:

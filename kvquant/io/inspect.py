@@ -22,6 +22,7 @@ SEQUENCES = (
     *map(Column, ("tokens", "packed", "16 bit", "pages", "shared", "known ids")),
 )
 FIGURES = "scale\nmin", "median", "max", "step", "offset"  # of "k" and of "v" of a layer
+OF_ALL = "version", "creation", "num_kv_heads", "sink_len", "recent_len", "exact_format", "latent"
 OF_HEADS, OF_LATENTS = ("K", "V"), ("latent", "RoPE")  # what these are
 
 
@@ -62,17 +63,11 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         described = {
             "path": str(file.path),
             "kind": "cache" if isinstance(manifest, CacheManifest) else "pages",
-            "version": manifest.version,
             "file_bytes": file.num_bytes,
             "model": manifest.model and msgspec.to_builtins(manifest.model),
-            "creation": dict(manifest.creation),
             "num_layers": len(layers),
-            "num_kv_heads": manifest.num_kv_heads,
-            "sink_len": manifest.sink_len,
-            "recent_len": manifest.recent_len,
-            "exact_format": manifest.exact_format,
+            **{name: getattr(manifest, name) for name in OF_ALL},
             "transformed": bool(manifest.transforms),
-            "latent": manifest.latent,
         }
     if manifest.latent:
         for layer, formats in zip(layers, manifest.formats, strict=True):
