@@ -17,35 +17,12 @@ from forgotten import forget
 import kvquant
 from kvquant import errors
 
-PUBLIC = [
-    "AttentionVariant",
-    "Basis",
-    "CachePlan",
-    "ContextParallelCache",
-    "KVCache",
-    "LatentFormat",
-    "LatentKVCache",
-    "LatentPagedBatch",
-    "LatentPagedKVCache",
-    "PagedBatch",
-    "PagedKVCache",
-    "Rope",
-    "RowFormat",
-    "Slots",
-    "append_rows",
-    "decode_attention",
-    "dequantize_pages",
-    "dequantize_rows",
-    "load_cache",
-    "load_sequences",
-    "merge_states",
-    "mla_decode_attention",
-    "quantize_rows",
-    "reference_attention",
-    "save_cache",
-    "save_sequences",
-    "slots_of",
-]
+PUBLIC = """
+AttentionVariant Basis CachePlan ContextParallelCache KVCache LatentFormat LatentKVCache
+LatentPagedBatch LatentPagedKVCache PagedBatch PagedKVCache Rope RowFormat Slots append_rows
+decode_attention dequantize_pages dequantize_rows load_cache load_sequences merge_states
+mla_decode_attention quantize_rows reference_attention save_cache save_sequences slots_of
+""".split()
 # import * takes them where the hf extra is installed
 WITH_HF = ["CachedModel", "CapturedStep", "QuantizedCache", "calibrate", "evaluate"]
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import click.testing
 import pytest
 from click.testing import CliRunner
 from fake_timer import H200, MACHINE, FakeTimer, small
@@ -16,7 +14,6 @@ from fake_timer import H200, MACHINE, FakeTimer, small
 from kvquant.bench.timer import Call
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import TECHNIQUES, WIDE
-from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -106,45 +103,9 @@ def test_ablation_leaves_out_one_thing_at_a_time(
     assert bench_tune.ablation_figures(found[1], MACHINE)["kernel"].startswith("without ")
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the script find a GPU: the CPU, with a fake timer."""
-    monkeypatch.setattr(bench_tune, "GraphTimer", lambda seconds: FakeTimer())
-    monkeypatch.setattr(bench_tune, "describe_machine", lambda timer, version: MACHINE)
-    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
-
-
-def run(*args: object) -> click.testing.Result:
-    return CliRunner().invoke(bench_tune.main, [*map(str, args)])
-
-
-SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
-
-
-@pytest.mark.extra("cuda")
-def test_the_script_tunes_and_ablates(
-    gpu: None,
-    override_plan: list[tuple[Plan, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
-    path = tmp_path / "tune.json"
-    done = run("--format", "fp8", *SMALL, "--json", path)
-    assert done.exit_code == 0, done.output
-    assert f"\n1 plans kept in {tmp_path}" in done.stdout
-    assert [row.k for row in load_table()] == ["fp8/64"]
-    assert len(json.loads(path.read_text())["plans"]) == 1
-
-    done = run("--ablate", "--format", "fp8", *SMALL, "--json", path)
-    assert done.exit_code == 0, done.output
-    assert "without unrolled loads" in done.stdout
-    kernels = json.loads(path.read_text())["kernels"]
-    assert kernels[0]["splits"] == [load_table()[0].splits]
-
-
 @pytest.mark.gpu
 def test_every_ablation_is_right_on_a_gpu() -> None:
-    done = run("--ablate", "--format", "bf16", "--batch", 2, "--seq-len", 1000)
+    given = "--ablate --format bf16 --batch 2 --seq-len 1000".split()
+    done = CliRunner().invoke(bench_tune.main, given)
     assert done.exit_code == 0, done.output
     assert "without padded shared memory" in done.stdout

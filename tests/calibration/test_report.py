@@ -16,7 +16,7 @@ from kvquant.calibration import figures
 from kvquant.calibration.report import notes, render, sections
 from kvquant.calibration.verdict import judge, next_steps, paired_error, plus_minus, verdict
 from kvquant.cli.report import report
-from kvquant.errors import CheckpointError, ConfigError
+from kvquant.errors import CheckpointError
 from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.report.page import text
@@ -73,32 +73,15 @@ def test_page_and_terminal_tell_the_same(page: str) -> None:
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_what_a_file_says_is_text_not_markup(page: str) -> None:
-    assert "plan &lt;1&gt;.safetensors" in page
-    assert "valid &lt;2&gt;.txt" in page
-
-
 def test_the_table_names_each_cache_with_its_figures_and_a_verdict() -> None:
     good = plain(format="int8", bits=8.25)
     bad = plain(kl=2.318, kl_error=None, top1=0.3625, perplexity=161.0)
     lines = text(sections(changed(example_plan(), comparison=[good, bad]))).splitlines()
     found = [line.split() for line in lines if "plain" in line or line.startswith("16 bit ")]
     assert found == [
-        ["16", "bit", "16.00", "-", "-", "-", "15.025"],
-        ["int8,", "plain", "8.25", "0.00020", "0.00003", "99.00", "15.000", "safe"],
-        [
-            "int4,",
-            "plain",
-            "4.25",
-            "2.31800",
-            "-",
-            "36.25",
-            "161.000",
-            "too",
-            "close",
-            "to",
-            "tell",
-        ],
+        "16 bit 16.00 - - - 15.025".split(),
+        "int8, plain 8.25 0.00020 0.00003 99.00 15.000 safe".split(),
+        "int4, plain 4.25 2.31800 - 36.25 161.000 too close to tell".split(),
     ]
 
 
@@ -264,21 +247,17 @@ def test_notes_are_of_what_the_verdict_leaves_out() -> None:
 
 @pytest.mark.extra("report")
 def test_no_string_of_a_file_is_markup_or_a_formula() -> None:
-    script, quote, dollars, template = (
-        "<script>alert(1)</script>",
-        "\"onload='x",
-        "$x^2$",
-        "{{7*7}}",
-    )
+    script, quote = "<script>alert(1)</script>", "\"onload='x"
+    dollars, template = "$x^2$", "{{7*7}}"
     plan = example_plan()
     rows = [row | {"format": dollars} for row in plan.facts["comparison"] if not row["plan"]]
     layers = [*plan.facts["layers"][:2], plan.facts["layers"][2] | {"kept": script}]
-    facts = {
-        "settings": {quote: script, "a\ud800b": template},
-        "layers": layers,
+    facts: dict[str, Any] = {"settings": {quote: script, "a\ud800b": template}, "layers": layers}
+    facts |= {
         "comparison": rows,
+        "model": {"type": script, "sha256": quote},
+        "others": [{"layer": 7, "why": quote}],
     }
-    facts |= {"model": {"type": script, "sha256": quote}, "others": [{"layer": 7, "why": quote}]}
     page = render(changed(plan, **facts), f"{script}{quote}\x1b[31m\u202egnp.exe")
     found = HtmlPage(page)
     assert all(char == "\n" or char >= " " for char in page) and "\u202e" not in page
@@ -297,15 +276,6 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert result.output.startswith("Fit for use. The cache is ")
     assert str(output) in result.output.splitlines()[-1]
     assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-@pytest.mark.parametrize(("name", "words"), [("x.pdf", "name it NAME.html"), ("no/x.html", "not")])
-def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str, words: str) -> None:
-    source = tmp_path / "plan.safetensors"
-    example_plan(2, 1).save(source)
-    args = [str(source), "-o", str(tmp_path / name)]
-    with pytest.raises(ConfigError, match=words):
-        CliRunner().invoke(report, args, catch_exceptions=False)
 
 
 @pytest.mark.extra("report")

@@ -31,11 +31,6 @@ TASK = Task(ALL, retrieval=("keys", "copy"))
 
 
 @pytest.fixture(scope="module")
-def model() -> CachedModel:
-    return CachedModel.from_pretrained(MODEL)
-
-
-@pytest.fixture(scope="module")
 def found(model: CachedModel) -> dict[str, Any]:
     return evaluate(model, CACHES, task=TASK, sizes=SIZES)
 
@@ -49,6 +44,10 @@ def test_a_copy_in_16_bit_loses_nothing(found: dict[str, Any]) -> None:
     assert agreement["share"] == 1 and 0.3 < agreement["error"] < 0.4  # of two texts
     for task in found["retrieval"]["160"].values():
         assert task["caches"][0]["lost"] == task["caches"][0]["won"] == 0
+        assert task["least_distance"] >= 16  # beyond the window
+    assert set(found["seconds"]) == {"kl", "generation", "keys", "copy"}
+    assert all(len(each) == 4 and min(each) > 0 for each in found["seconds"].values())
+    assert list(found)[-1] == "seconds"
 
 
 def test_fewer_bits_cost_more(found: dict[str, Any]) -> None:
@@ -79,10 +78,6 @@ def test_a_short_text_is_told(model: CachedModel, room: int, told: str) -> None:
     assert f"Predictions of {8 * room} tokens in {told}" in shown
     room_for = "(9 were asked for, and the text has room for no more: give a longer --text"
     assert shown.count(room_for) == 3  # greedy and sampled texts, too
-
-
-def test_what_is_asked_for_lies_beyond_the_window(found: dict[str, Any]) -> None:
-    assert all(task["least_distance"] >= 16 for task in found["retrieval"]["160"].values())
 
 
 @pytest.mark.parametrize(
@@ -164,32 +159,6 @@ def test_all_questions_decide_where_no_trial_was_passed(
     assert shown.count("not asked") == (2 if fails else 0)
 
 
-@pytest.mark.parametrize("facts", [(4, 0), (4, 8, 16, 0)])
-@pytest.mark.parametrize("can", [False, True])
-def test_progress_ends_at_its_end(
-    model: CachedModel, facts: tuple[int, ...], can: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many trials the search for the number of facts needs; none is larger than a batch."""
-    sizes, told = Sizes((640,), 2, facts=facts, batch=1), list[int]()
-
-    def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
-        (one,) = prompts
-        return iter([[[can] * len(one.asked)]] * (1 + len(choices)))
-
-    monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
-    task = Task(("retrieval",), retrieval=("keys", "frequent"))
-    found = evaluate(
-        model,
-        ["int8,recent=0"],
-        task=task,
-        sizes=sizes,
-        progress=lambda _, parts: told.append(parts),
-    )["retrieval"]["640"]
-    assert {*told} == {len(told)}
-    assert found["frequent"]["facts"] > 16, "words of a text would count, too"
-    assert (found["keys"]["facts"] > 16) == can
-
-
 def test_prompts_in_the_window_are_told(model: CachedModel) -> None:
     tokens = model.encode("The city of Manila was founded in the year of the great fire of the sea")
     found = evaluate(
@@ -256,29 +225,8 @@ def test_the_largest_seed_samples(model: CachedModel) -> None:
     evaluate(model, ["int8"], task=Task(kinds=("generation",)), sizes=sizes)
 
 
-def test_a_run_of_other_prompts_begins_anew(
-    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after another tokenizer or chat template: results of other prompts are not taken."""
-    task, state = Task(kinds=("retrieval",), retrieval=("keys",)), tmp_path / "state"
-    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
-    calls = counted(model, monkeypatch)
-    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
-    assert not calls
-    monkeypatch.setitem(TASKS, "keys", TASKS["phonebook"])
-    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
-    assert calls
-
-
 def without_times(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "seconds"}
-
-
-def test_times_of_each_task_and_cache(found: dict[str, Any]) -> None:
-    assert set(found["seconds"]) == {"kl", "generation", "keys", "copy"}
-    for seconds in found["seconds"].values():
-        assert len(seconds) == len(found["caches"]) and min(seconds) > 0
-    assert list(found)[-1] == "seconds"
 
 
 def test_a_prompt_of_both_kinds_of_texts_is_read_once(
@@ -303,44 +251,32 @@ def test_a_folder_and_a_model_of_transformers_serve_too(model: CachedModel) -> N
         evaluate(model.model, ["int8"])
 
 
-def test_other_prompts_do_not_go_on(model: CachedModel, tmp_path: Path) -> None:
-    state, kind, few = tmp_path / "state", Task(kinds=("generation",)), Sizes(new_tokens=4)
-    found = [
-        evaluate(
-            model,
-            ["int8,sinks=0,recent=0"],
-            task=kind,
-            sizes=few,
-            examples=[Example(model.encode(text))],
-            state=state,
-        )
-        for text in ("The city of Manila", "In the 1860s the navy")
-    ]
-    kept = json.loads(state.read_text())["measured"]
-    assert found[0]["settings"] == found[1]["settings"] and len(kept) == 1
-    tokens = model.encode("In the 1860s the navy")
-    cache = model.new_cache(1, 64)
-    logits = model.prefill(cache, torch.tensor([tokens]))
-    assert kept["generation 0 0"]["results"][0][0] == model.generate(cache, logits, 4).tolist()
+CHANGES: dict[str, dict[str, Any]] = {  # of kl and generation of one prompt, without a text
+    "settings": {"sizes": Sizes((160,), 1, passages=1, scored=5, new_tokens=4)},
+    "text": {"text": HELD_OUT.read_text(encoding="utf-8")[9:]},
+    "prompts": {"examples": [Example([5, 6, 7])]},
+    "tasks": {},  # as after another tokenizer or chat template
+}
 
 
-def test_other_settings_do_not_go_on(
-    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", CHANGES)
+def test_results_of_other_inputs_are_not_taken(
+    changed: str, model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = tmp_path / "state"
-    few = Sizes((160,), prompts=1, passages=1, scored=4)
-    kl, told = Task(kinds=("kl",)), list[str]()
-
-    def stop(what: str, _: int) -> None:
-        told.append(what)
-        if len(told) % 2 == 0:  # of both caches: kept now
-            raise KeyboardInterrupt
-
-    for sizes in (few, Sizes((160,), prompts=1, passages=1, scored=5)):
-        calls = counted(model, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(model, ["int8"], task=kl, sizes=sizes, state=state, progress=stop)
-        assert len(calls) == 1
+    kinds = ("kl", "generation", *["retrieval"] * (changed == "tasks"))
+    options: dict[str, Any] = {
+        "task": Task(kinds, retrieval=("keys",)),
+        "state": tmp_path / "state",
+    }
+    options |= {"sizes": Sizes((160,), 1, 1, (0,), passages=1, scored=4, new_tokens=4)}
+    options["examples"] = [Example([5, 6, 8])]
+    evaluate(model, CACHES[:1], **options)
+    calls = counted(model, monkeypatch)
+    evaluate(model, CACHES[:1], **options)
+    assert not calls
+    monkeypatch.setitem(TASKS, "keys", TASKS["keys" if changed != "tasks" else "phonebook"])
+    evaluate(model, CACHES[:1], **options | CHANGES[changed])
+    assert calls
 
 
 def counted(model: CachedModel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
