@@ -151,10 +151,6 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
                 assert function
 
 
-def test_there_is_a_version() -> None:
-    assert kvquant.__version__.split(".")[0].isdecimal()
-
-
 def test_every_error_is_a_kvquant_error_drawn_in_the_docstring() -> None:
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]
     assert len(classes) == 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvquant.report import page
@@ -100,6 +100,7 @@ def sections(found: Mapping[str, Any], *, drawn: bool = False) -> Iterator[Secti
     them.
     """
     yield Section("What each cache takes", tables=[_costs(found["caches"])])
+    tables: dict[str, Callable[[Caches, str, Any], Iterator[Table]]]
     tables = {"kl": _kl, "generation": _generation, "retrieval": _retrieval}
     for kind, (title, draw, how) in TASKS.items():
         tasks = found.get(kind, {}).items()

@@ -303,7 +303,7 @@ def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
     tensors = {}
     for i, layer in enumerate(cache.layers):
         for side, fmt in (("k", layer.k_format), ("v", layer.v_format)):
-            shape = cache.num_kv_heads, longest, fmt.head_dim
+            shape: tuple[int, ...] = (cache.num_kv_heads, longest, fmt.head_dim)
             values = _padded(cache.batch, shape, dtype, partial(_values_of, cache, dtype, i, side))
             if cache.latent:  # of one KV head, which such rows do not speak of
                 side, shape = {"k": "latent", "v": "rope"}[side], shape[1:]

@@ -11,12 +11,8 @@ import pytest
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import code_tasks
 from train_code_lm import prepare, read_sources
 from transformers import AutoTokenizer
-
-from kvquant.evaluation.prompts import Writer
-from kvquant.evaluation.retrieval import TASKS
 
 PACKAGES = ("first", "second", "asked", "planned")
 HELD = ("asked", "planned")
@@ -68,23 +64,3 @@ def test_packages_that_are_held_out_are_not_trained_on(site: Path, folder: Path)
         read_sources(site, ("asked", "nowhere"))
     with pytest.raises(SystemExit, match="two packages or more"):
         read_sources(site, ("asked",))
-
-
-@pytest.mark.parametrize("kind", code_tasks.KINDS)
-def test_definitions_stand_in_code_and_before_the_last_quarter(kind: str, folder: Path) -> None:
-    source = (folder / "valid.txt").read_text()
-    code_tasks.add(source)
-    sheet = TASKS[kind](Random(3), 40)
-    assert len({one.begun for one in sheet.questions}) == len(sheet.questions) == 30
-    for one in sheet.questions:
-        (at,) = one.lines
-        *passage, definition = sheet.lines[at].splitlines()
-        assert at < 30 and definition.endswith(one.answer) and len(one.answer) == 4
-        assert "\n".join(passage) in source and len(passage) == code_tasks.PASSAGE
-        name = one.begun.removeprefix("assert ").removeprefix("print(").split("(")[0].split(")")[0]
-        assert name in definition and sum(name in line for line in sheet.lines) == 1
-    words = [one.begun.split("_")[-3:-1] for one in sheet.questions]
-    assert len({first for first, _ in words}) < 10  # so others share it
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = Writer(tokenizer, 2048, [5], window=0, sinks=0, num_questions=8).write(kind, "0")
-    assert min(one.distance for one in prompt.asked) > 2048 // 5

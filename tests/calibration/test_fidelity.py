@@ -94,7 +94,7 @@ def test_bits_are_those_of_the_elements_that_a_cache_keeps(
     windows: list[int | None] | None,
 ) -> None:
     def make(fmt: str) -> KVCache:
-        lens = {"sink_len": 0, "recent_len": 0}
+        lens: dict[str, Any] = {"sink_len": 0, "recent_len": 0}
         return KVCache(2, 1, 1, 128, 8192, k_format=fmt, v_format=fmt, windows=windows, **lens)
 
     exact = make("bf16")

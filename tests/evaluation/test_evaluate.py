@@ -80,6 +80,16 @@ def test_a_short_text_is_told(model: CachedModel, room: int, told: str) -> None:
     assert shown.count(room_for) == 3  # greedy and sampled texts, too
 
 
+def phonebook(
+    model: CachedModel, caches: list[str], sizes: Sizes
+) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """An evaluation of this task, its results of 640 tokens, and what its progress was told."""
+    task, told = Task(("retrieval",), retrieval=("phonebook",)), list[int]()
+    options: dict[str, Any] = {"progress": lambda _, parts: told.append(parts)}
+    found = evaluate(model, caches, task=task, sizes=sizes, **options)
+    return found, found["retrieval"]["640"]["phonebook"], told
+
+
 @pytest.mark.parametrize(
     ("answered", "facts", "tried"),
     [
@@ -108,14 +118,8 @@ def test_a_task_takes_the_most_facts_that_16_bit_answers(
         return iter([right] * (1 + len(choices)))
 
     monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
-    task, told = Task(("retrieval",), retrieval=("phonebook",)), list[int]()
-    found = evaluate(
-        model,
-        ["int8,recent=0"],
-        task=task,
-        sizes=Sizes((640,), 3, facts=(16, 4, 64, 8)),  # 64 do not fit
-        progress=lambda _, parts: told.append(parts),
-    )["retrieval"]["640"]["phonebook"]
+    sizes = Sizes((640,), 3, facts=(16, 4, 64, 8))  # 64 do not fit
+    _, found, told = phonebook(model, ["int8,recent=0"], sizes)
     assert found["facts"] == facts and found["fails"] == (not answered)
     assert asked == [*((one, 0) for one in tried), *[(facts, 1)] * (2 if answered else 0)]
     assert len(told) == told[0] == 3 + 2 * 2  # three trials, two batches of two caches
@@ -127,7 +131,7 @@ def test_all_questions_decide_where_no_trial_was_passed(
 ) -> None:
     """With the fewest facts: two prompts may be harder than the others. No cache is asked a task
     that the 16-bit cache fails."""
-    asked, told = list[int](), list[int]()
+    asked: list[int] = []
 
     def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
         """Two prompts of the trial, one of which is wrong; then of eight: 7 of 10 or 8 of 10."""
@@ -138,14 +142,8 @@ def test_all_questions_decide_where_no_trial_was_passed(
         return iter([right] * (1 + len(choices)))
 
     monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
-    found = evaluate(
-        model,
-        ["int8,recent=0", "int8,recent=16"],
-        task=Task(("retrieval",), retrieval=("phonebook",)),
-        sizes=Sizes((640,), facts=(4, 8)),
-        progress=lambda _, parts: told.append(parts),
-    )
-    row = found["retrieval"]["640"]["phonebook"]
+    caches = ["int8,recent=0", "int8,recent=16"]
+    found, row, told = phonebook(model, caches, Sizes((640,), facts=(4, 8)))
     share_of_all = (1 + share) / 10
     assert (share_of_all < 0.8) == fails
     assert (row["facts"], row["fails"]) == (4, fails)
