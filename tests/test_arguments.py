@@ -88,7 +88,6 @@ NO_TENSORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
     (lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
     (lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
-    (lambda: append(cache(), 0, X, None), "v is of type None"),
     (lambda: quantize_rows(untyped([1.0]), INT4), "x is of type list"),
     (lambda: dequantize_rows(untyped(b""), INT4), "rows is of type bytes"),
     (lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),

@@ -166,41 +166,32 @@ def test_caches_that_stay_in_l2_have_no_time_in_a_row() -> None:
     assert "in a row" in render_results([found, measure(small(), FakeTimer(), MACHINE)])
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("cause", ["memory", "error", "graph", "rows", "our graph"])
 def test_torch_attention_that_cannot_run_is_said(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise error
+        raise torch.OutOfMemoryError if cause == "memory" else RuntimeError
 
-    monkeypatch.setattr(measuring, "sdpa", fail)
-    monkeypatch.setattr(measuring, "matmul_attention", fail)
-    found = measure(small(), FakeTimer(), MACHINE)
-    assert found["sdpa"] == {} and found["us"] == 10
-    assert "none runs" in render_results([found])
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_graph_without_room_is_left_out(ours: bool) -> None:
-    def times(call: Any) -> float:
-        return math.inf if (getattr(call, "__name__", "") == "attend") == ours else 10.0
-
-    timer = FakeTimer(times, copies=0)
-    if not ours:
-        assert measure(small(), timer, MACHINE)["sdpa"] == {}
-        return
-    with pytest.raises(torch.OutOfMemoryError):
-        measure(small(), timer, MACHINE)
-
-
-def test_a_16_bit_cache_beyond_memory_leaves_our_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(case: Case, *rest: Any) -> Any:
-        if case.name == "bf16":
+        if case.name == "bf16" and cause == "rows":
             raise torch.OutOfMemoryError
         return make_inputs(case, *rest)
 
+    def times(call: Any) -> float:
+        whose = "our graph" if getattr(call, "__name__", "") == "attend" else "graph"
+        return math.inf if whose == cause else 10.0
+
+    for name in ("sdpa", "matmul_attention") if cause in ("memory", "error") else ():
+        monkeypatch.setattr(measuring, name, fail)
     monkeypatch.setattr(measuring, "make_inputs", limited)
-    assert measure(small(), FakeTimer(), MACHINE)["sdpa"] == {}
+    if cause == "our graph":
+        with pytest.raises(torch.OutOfMemoryError):
+            measure(small(), FakeTimer(times, copies=0), MACHINE)
+        return
+    found = measure(small(), FakeTimer(times, copies=0), MACHINE)
+    assert found["sdpa"] == {} and found["us"] == 10
+    assert "none runs" in render_results([found])
 
 
 @pytest.mark.extra("cuda")

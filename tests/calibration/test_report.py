@@ -202,37 +202,36 @@ def test_figures_have_the_digits_that_matter() -> None:
     assert plus_minus(math.nan, None) == "nan"
 
 
+LOOP, GENERATE = "use it in your own loop (model is a CachedModel)", "use it in generate (model is"
+ALLOW, SEE = "allow more bits", "see it"
+
+
 def test_what_to_do_next_is_told() -> None:
     good, bad = example_plan(), example_plan(kl=2.3, max_kl=None)
-    assert next_steps(good, "my plan.safetensors") == [
-        (
-            "use it in your own loop (model is a CachedModel)",
-            "cache = model.new_cache(1, 4096, plan='my plan.safetensors')",
-        ),
-        (
-            "use it in generate (model is of transformers)",
-            "cache = QuantizedCache(model, plan='my plan.safetensors')",
-        ),
-        ("see it", "kvquant report 'my plan.safetensors' -o 'my plan.html'"),
-    ]
-    assert [what for what, _ in next_steps(bad, "p.safetensors")] == ["allow more bits", "see it"]
     limit = {"max_kl": 0.01, "budget": 4.5, "met": False}
-    (_, line), *_ = next_steps(changed(bad, limit=limit), "p.safetensors")
-    assert "--budget 10 --max-kl 0.01 -o p-more-bits.safetensors" in line
+    loop, generate, see = next_steps(good, "my plan.safetensors")
+    assert loop == (LOOP, "cache = model.new_cache(1, 4096, plan='my plan.safetensors')")
+    assert generate == (
+        f"{GENERATE} of transformers)",
+        "cache = QuantizedCache(model, plan='my plan.safetensors')",
+    )
+    assert see == (SEE, "kvquant report 'my plan.safetensors' -o 'my plan.html'")
     assert next_steps(good, "p.safetensors", on_page=True) == next_steps(good, "p.safetensors")[:-1]
-    least = changed(bad, limit=limit | {"budget": None})  # it had all the bits that it wanted
-    assert [what for what, _ in next_steps(least, "p.safetensors")] == ["see it"]
-    (_, line), *_ = next_steps(changed(bad, limit=limit | {"budget": 12.0}), "p.safetensors")
-    assert "--budget 13 " in line  # more than what was not enough
-    all_bits = changed(bad, limit=limit | {"budget": 16.0})
-    assert [what for what, _ in next_steps(all_bits, "p.safetensors")] == ["see it"]
-    hybrid = measured(good, in_one_pass="layer 0 is 'conv'")
-    assert [what for what, _ in next_steps(hybrid, "p.safetensors")] == [
-        "use it in generate (model is of transformers)",
-        "see it",
-    ]
+
+    def steps(plan: CachePlan, **facts: Any) -> dict[str, str]:
+        """By the beginnings of their names."""
+        found = next_steps(changed(plan, **facts), "a b.safetensors")
+        return {what[: len(GENERATE)]: line for what, line in found}
+
+    assert [*steps(bad)] == [ALLOW, SEE]
+    assert "--budget 10 --max-kl 0.01 -o 'a b-more-bits" in steps(bad, limit=limit)[ALLOW]
+    assert [*steps(bad, limit=limit | {"budget": None})] == [SEE]  # it had all that it wanted
+    more = steps(bad, limit=limit | {"budget": 12.0})[ALLOW]
+    assert "--budget 13 " in more  # more than what was not enough
+    assert [*steps(bad, limit=limit | {"budget": 16.0})] == [SEE]
+    assert [*steps(measured(good, in_one_pass="layer 0 is 'conv'"))] == [GENERATE, SEE]
     for little in (changed(good, measured=None), measured(good, scored=8)):
-        (what, line), *_ = next_steps(little, "a b.safetensors")
+        (what, line), *_ = steps(little).items()
         assert what.startswith("measure one")
         assert line == "kvquant calibrate MODEL --text FILE -o 'a b-measured.safetensors'"
     *_, (_, line) = next_steps(good, "-o.safetensors")  # no option
