@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from kvquant.cache.layer import SPARE
-from kvquant.calibration.fidelity import (
-    Planned,
-    Scheme,
-    options_of,
-    quantized_copy,
-    warm_up_copies,
-)
+from kvquant.calibration.fidelity import Planned, Scheme, options_of, quantized_copy, warm_up_copies
 from kvquant.errors import ConfigError
 from kvquant.hf.hybrid import HybridModel
 from kvquant.rows.quantize import EXACT_DTYPES
@@ -181,10 +175,7 @@ class Caches:
 
 
 def ask_all(
-    model: CachedModel,
-    prompts: Sequence[Prompt],
-    choices: Sequence[Choice],
-    reading: Reading,
+    model: CachedModel, prompts: Sequence[Prompt], choices: Sequence[Choice], reading: Reading
 ) -> Iterator[list[list[bool]]]:
     """Ask the questions of prompts of one length.
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import click.testing
 import pytest
-from click.testing import CliRunner
 from fake_timer import H200, MACHINE, FakeTimer, small
 
 from kvquant.bench.timer import Call
 from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -80,34 +76,3 @@ def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
     for gain, chosen in ((1.02, one), (1.05, two)):
         found = {one: Times(10.0, 8.0), two: Times(10.0 / gain, 8.0 / gain)}
         assert bench_tune.fastest(found, one) == chosen
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the script find a GPU: the CPU, with a fake timer."""
-    monkeypatch.setattr(bench_tune, "GraphTimer", lambda seconds: FakeTimer())
-    monkeypatch.setattr(bench_tune, "describe_machine", lambda timer, version: MACHINE)
-    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
-
-
-def run(*args: object) -> click.testing.Result:
-    return CliRunner().invoke(bench_tune.main, [*map(str, args)])
-
-
-SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
-
-
-@pytest.mark.extra("cuda")
-def test_the_script_tunes(
-    gpu: None,
-    forced: list[Plan],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
-    path = tmp_path / "tune.json"
-    done = run("--format", "fp8", *SMALL, "--json", path)
-    assert done.exit_code == 0, done.output
-    assert f"\n1 plans kept in {tmp_path}" in done.stdout
-    assert [row.k for row in load_table()] == ["fp8/64"]
-    assert len(json.loads(path.read_text())["plans"]) == 1
