@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, No, RankOptions, Yes
+    from ..rows.options import No, RankOptions, Yes
 
 BLOCK_LEN = 256  # tokens
 ALIGNMENT = 16  # bytes, of what a rank gives: kernels read as many at a time
@@ -192,8 +192,6 @@ class ContextParallelCache(NoShallowCopy):
     def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[No]]) -> Tensor: ...
     @overload
     def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[Yes]]) -> State: ...
-    @overload
-    def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[bool]]) -> Either: ...
     def attend(
         self,
         layer: int,

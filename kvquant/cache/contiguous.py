@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
     from ..io.plan import Plan
-    from ..rows.options import AttendOptions, Either, Maybe, No, StepOptions, Yes
+    from ..rows.options import AttendOptions, Maybe, No, StepOptions, Yes
 
     class PlanOptions(TypedDict, total=False):
         """Options of KVCache that a plan does not decide."""
@@ -324,10 +324,6 @@ class KVCache(NoShallowCopy):
     def attend(
         self, layer: int, q: Tensor, q_lens: Maybe = ..., /, **options: Unpack[AttendOptions[Yes]]
     ) -> State: ...
-    @overload
-    def attend(
-        self, layer: int, q: Tensor, q_lens: Maybe = ..., /, **options: Unpack[AttendOptions[bool]]
-    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -453,10 +449,6 @@ class KVCache(NoShallowCopy):
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[StepOptions[Yes]]
     ) -> State: ...
-    @overload
-    def step(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[StepOptions[bool]]
-    ) -> Either: ...
     def step(
         self,
         layer: int,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..io.plan import Plan
-    from ..rows.options import Either, LatentAttendOptions, LatentStepOptions, Maybe, No, Yes
+    from ..rows.options import LatentAttendOptions, LatentStepOptions, Maybe, No, Yes
     from ..rows.variant import AttentionVariant
     from .contiguous import PlanOptions
 
@@ -265,15 +265,6 @@ class LatentKVCache(KVCache):
         q_lens: Maybe = ...,
         **options: Unpack[LatentAttendOptions[Yes]],
     ) -> State: ...
-    @overload
-    def attend(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Maybe = ...,
-        q_lens: Maybe = ...,
-        **options: Unpack[LatentAttendOptions[bool]],
-    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -358,16 +349,6 @@ class LatentKVCache(KVCache):
         rope: Maybe = ...,
         **options: Unpack[LatentStepOptions[Yes]],
     ) -> State: ...
-    @overload
-    def step(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Maybe = ...,
-        latent: Maybe = ...,
-        rope: Maybe = ...,
-        **options: Unpack[LatentStepOptions[bool]],
-    ) -> Either: ...
     def step(
         self,
         layer: int,

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, MlaOptions, No, Yes
+    from ..rows.options import MlaOptions, No, Yes
 
 ATTEND_LATENTS = (
     "(Tensor q_latent, Tensor q_rope, Tensor[] rows, Tensor[] seq_lens, str[] formats, "
@@ -88,14 +88,6 @@ def mla_decode_attention(
     seq_lens: Tensor,
     **options: Unpack[MlaOptions[Yes]],
 ) -> State: ...
-@overload
-def mla_decode_attention(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    **options: Unpack[MlaOptions[bool]],
-) -> Either: ...
 def mla_decode_attention(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, No, PagedAttendOptions, PagedStepOptions, Yes
+    from ..rows.options import No, PagedAttendOptions, PagedStepOptions, Yes
 
 
 class _Parts(NamedTuple):
@@ -714,10 +714,6 @@ class PagedBatch(StepBatch):
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[Yes]]
     ) -> State: ...
-    @overload
-    def step(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[bool]]
-    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -802,10 +798,6 @@ class PagedBatch(StepBatch):
     def attend(
         self, layer: int, q: Tensor, **options: Unpack[PagedAttendOptions[Yes]]
     ) -> State: ...
-    @overload
-    def attend(
-        self, layer: int, q: Tensor, **options: Unpack[PagedAttendOptions[bool]]
-    ) -> Either: ...
     def attend(
         self,
         layer: int,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, LatentOptions, No, Yes
+    from ..rows.options import LatentOptions, No, Yes
 
 
 class LatentPagedBatch(StepBatch):
@@ -94,10 +94,6 @@ class LatentPagedBatch(StepBatch):
     def attend(
         self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[Yes]]
     ) -> State: ...
-    @overload
-    def attend(
-        self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[bool]]
-    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -179,16 +175,6 @@ class LatentPagedBatch(StepBatch):
         rope: Tensor,
         **options: Unpack[LatentOptions[Yes]],
     ) -> State: ...
-    @overload
-    def step(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        rope: Tensor,
-        **options: Unpack[LatentOptions[bool]],
-    ) -> Either: ...
     def step(
         self,
         layer: int,
