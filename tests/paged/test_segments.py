@@ -120,6 +120,9 @@ def test_values_that_do_not_exist_are_named() -> None:
             f"block_table of sequence 0, entry 0, is -1: {pages}",
         ),
         (segment._replace(seq_lens=lens + 16), f"sequence 0, entry 3, is -7: {pages}"),
+        (linear._replace(starts=int32(0, 0, 0, 64)), "starts of sequence 3 is 64: starts are 0 to"),
+        (linear._replace(seq_slots=int32(0, -1, 2, 3)), "seq_slots of sequence 1 is -1: seq_slots"),
+        (linear._replace(seq_slots=int32(0, 1, 4, 3)), "seq_slots of sequence 2 is 4: seq_slots"),
     ]
     check_segment_values([linear, segment])
     for bad, message in cases:
