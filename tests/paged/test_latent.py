@@ -128,7 +128,7 @@ def test_a_plan_has_the_bases_of_rows(device: str) -> None:
         if name == "a":
             for layer in range(LAYERS):
                 contiguous.append(layer, *(x.transpose(0, 1)[None] for x in new))
-    assert "int8-g4 or bf16 in bases" in repr(batch.cache)
+    assert "int8-g4 or bf16, bases" in repr(batch.cache)
     for layer in range(LAYERS):
         wanted = contiguous.dequantized(layer)
         for ours, theirs in zip(batch.cache.dequantized("a", layer), wanted, strict=True):
