@@ -10,14 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from .. import rehearsal
-from ..errors import (
-    ConfigError,
-    DeviceError,
-    NonFiniteError,
-    ShapeError,
-    UnsupportedError,
-    shown,
-)
+from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError, shown
 from ..ops.dispatch import kernels_for
 from ..rows.arguments import (
     check_cuda_scale,

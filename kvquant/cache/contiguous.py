@@ -390,11 +390,7 @@ class KVCache(NoShallowCopy):
         return out if lse is None else (out, lse)
 
     def append(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        new_lens: Counts | None = None,
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None = None
     ) -> None:
         """Append new tokens, k and v of [batch, num_kv_heads, new_tokens, head_dim], to a layer.
 

@@ -17,13 +17,7 @@ from ..rows.bound import kind_of
 from ..rows.call import LatentCall
 from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
-from .checks import (
-    Counts,
-    Devices,
-    check_options,
-    devices_of,
-    per_layer,
-)
+from .checks import Counts, Devices, check_options, devices_of, per_layer
 from .contiguous import KVCache
 from .layer import ROLLBACK, LayerCache
 
@@ -157,11 +151,7 @@ class LatentKVCache(KVCache):
         return [LatentFormat(layer.k_format, layer.v_format) for layer in self.layers]
 
     def append(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        new_lens: Counts | None = None,
+        self, layer: int, latent: torch.Tensor, rope: torch.Tensor, new_lens: Counts | None = None
     ) -> None:
         """Append new tokens, latent and rope of [batch, 1, new_tokens, dim], to a layer.
 

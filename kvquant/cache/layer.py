@@ -47,13 +47,7 @@ from ..rows.quantize import EXACT_DTYPES, beyond, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
 from ..rows.spacing import spaced_len
-from ..rows.variant import (
-    AttentionVariant,
-    check_variant,
-    check_variant_values,
-    names_of,
-    within,
-)
+from ..rows.variant import AttentionVariant, check_variant, check_variant_values, names_of, within
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 

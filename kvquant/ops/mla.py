@@ -163,14 +163,7 @@ def mla_decode_attention(
         raise ShapeError(f"rows is {list(rows.shape)}: it must be [{axes}, row_bytes]")
     segment = latent_segment(rows[:, None], seq_lens, fmt, block_table=block_table)
     call = LatentCall(
-        q_latent,
-        q_rope,
-        [segment],
-        sm_scale,
-        num_splits,
-        return_lse,
-        q_lens,
-        backend=backend,
+        q_latent, q_rope, [segment], sm_scale, num_splits, return_lse, q_lens, backend=backend
     )
     out, lse = attend_latents(call)
     return out if lse is None else (out, lse)

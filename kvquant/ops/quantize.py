@@ -8,13 +8,7 @@ from types import ModuleType
 import torch
 
 from ..errors import ShapeError
-from ..rows.arguments import (
-    FLOATS,
-    check_flag,
-    check_readable,
-    check_same_device,
-    check_tensor,
-)
+from ..rows.arguments import FLOATS, check_flag, check_readable, check_same_device, check_tensor
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import (

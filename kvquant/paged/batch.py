@@ -208,10 +208,7 @@ class StepBatch(NotCopied):
         return _Step(self, ids, counts, tokens)
 
     def _begin(
-        self,
-        ids: Sequence[SequenceId],
-        counts: int | Sequence[int],
-        tokens: Sequence[int] | None,
+        self, ids: Sequence[SequenceId], counts: int | Sequence[int], tokens: Sequence[int] | None
     ) -> None:
         """Grow the sequences of a step, and set the tensors."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():

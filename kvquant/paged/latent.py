@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.latent import (
-    DEFAULT_FORMAT,
-    LatentFormats,
-    latent_formats,
-)
+from ..cache.latent import DEFAULT_FORMAT, LatentFormats, latent_formats
 from ..ops.mla import check_kernels
 from ..rows.arguments import check_device, check_size
 from ..rows.basis import LayerBasis

@@ -26,11 +26,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from ..errors import OutOfPagesError, shown
-from .prefix_tree import (
-    PrefixNode,
-    PrefixRoot,
-    PrefixTree,
-)
+from .prefix_tree import PrefixNode, PrefixRoot, PrefixTree
 from .window_pages import WindowPages, seen_by
 
 SequenceId: TypeAlias = Hashable
@@ -171,11 +167,7 @@ class PagePool:
         self._sequences[sequence_id] = sequence
         return Prefix(length, None if root is None else root.place)
 
-    def append(
-        self,
-        sequence_ids: Sequence[SequenceId],
-        counts: Sequence[int],
-    ) -> Growth:
+    def append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> Growth:
         """Make room for counts[i] tokens at the end of each sequence, or of none."""
         self.settle()  # a step that could not be ended has left some
         sequences = [self._sequences[i] for i in sequence_ids]

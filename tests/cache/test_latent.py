@@ -159,8 +159,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dims"),
-    [(FORMAT, (256, 32)), (["fp8", "int4-g8+fp8-g4"], (512, 64))],
+    ("fmt", "dims"), [(FORMAT, (256, 32)), (["fp8", "int4-g8+fp8-g4"], (512, 64))]
 )
 def test_files_give_the_same_cache_back(
     fmt: str | list[str], dims: tuple[int, int], tmp_path: Path
@@ -328,7 +327,9 @@ def test_caches_keep_their_bases(tmp_path: Path) -> None:
     plan = latent_plan()
     cache = LatentKVCache.from_plan(plan, 3, 96, sink_len=2, recent_len=16)
     assert cache.formats == [LatentFormat.parse(name, 256, 32) for name in ("int4-g8", "bf16")]
-    assert "int4-g8 or bf16, max_seq_len 96, bf16 sinks and recent tokens: 2 and 16, bases" in repr(cache)
+    assert "int4-g8 or bf16, max_seq_len 96, bf16 sinks and recent tokens: 2 and 16, bases" in repr(
+        cache
+    )
     latent, rope = tokens(60)
     for layer in range(2):
         cache.append(layer, latent, rope, torch.tensor([60, 0, 25]))

@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 import torch
 from invariants import check_invariants
-from paged_cases import (
-    LAYERS,
-    PAGE,
-    SINKS,
-    SlowEvent,
-    begin,
-    extend,
-    make,
-    new_rows,
-    seen,
-)
+from paged_cases import LAYERS, PAGE, SINKS, SlowEvent, begin, extend, make, new_rows, seen
 
 from kvquant.errors import ConfigError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences

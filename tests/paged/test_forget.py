@@ -7,17 +7,7 @@ import random
 import pytest
 import torch
 from invariants import check_invariants
-from paged_cases import (
-    LAYERS,
-    PAGE,
-    RECENT,
-    SINKS,
-    SlowEvent,
-    extend,
-    make,
-    new_rows,
-    values,
-)
+from paged_cases import LAYERS, PAGE, RECENT, SINKS, SlowEvent, extend, make, new_rows, values
 
 from kvquant.errors import NonFiniteError, OutOfPagesError
 from kvquant.paged.batch import PagedBatch

@@ -204,9 +204,7 @@ def test_any_operations_keep_contents_and_pages(examples: int) -> None:
     run_state_machine_as_test(
         PoolMachine,
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=200,
-            suppress_health_check=list(HealthCheck),
+            max_examples=examples, stateful_step_count=200, suppress_health_check=list(HealthCheck)
         ),
     )
     assert PoolMachine.operations >= OPERATIONS[examples]

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import (
-    begin,
-    rows_of,
-    same,
-    values,
-)
+from paged_cases import begin, rows_of, same, values
 from paged_plans import PLANS, make_paged
 from row_kinds import KINDS
 
