@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from .. import rehearsal
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError, shown
 from ..ops.dispatch import kernels_for
 from ..rows.arguments import (
+    MAX_LENGTH,
     check_cuda_scale,
     check_device,
     check_flag,
@@ -57,6 +59,20 @@ def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise ConfigError(f"{name} is {numbers.dtype}: use whole numbers")
     return numbers.long()
+
+
+def lens_to_keep(seq_lens: int | Counts, present: torch.Tensor) -> torch.Tensor:
+    """[batch] of crop; ShapeError unless 0 to the present lengths. A number is for all."""
+    if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
+        wanted = present.clamp(max=min(max(int(seq_lens), -1), MAX_LENGTH))
+    else:
+        wanted = whole_numbers("seq_lens", seq_lens)
+    if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
+        raise ShapeError(
+            f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
+            "lengths from 0 to the present ones"
+        )
+    return wanted
 
 
 def check_bases(
@@ -210,13 +226,6 @@ def devices_of(
     return found
 
 
-def check_num_layers(num_layers: int) -> None:
-    """Raise ConfigError if the host lacks memory for so many layers, before lists of them."""
-    if num_layers > MANY_LAYERS:
-        nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
-        check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
-
-
 def per_layer(
     name: str, formats: object, num_layers: int, parse: Callable[..., Format]
 ) -> list[Format]:
@@ -224,7 +233,9 @@ def per_layer(
 
     It raises ConfigError for no format, another number than layers, or too little memory for them.
     """
-    check_num_layers(num_layers)
+    if num_layers > MANY_LAYERS:  # before there are lists of them
+        nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
+        check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
     if isinstance(formats, str) or not isinstance(formats, Sequence):
         return [parse(formats)] * num_layers
     if len(formats) != num_layers:

@@ -25,7 +25,7 @@ from ..ops.merge import merge_by_kernels
 from ..rows.arguments import check_kind, check_size, check_tensors
 from ..rows.call import AttentionCall
 from ..rows.variant import AttentionVariant, names_of
-from .checks import Counts, check_layer, check_options, whole_numbers
+from .checks import Counts, check_layer, check_options, lens_to_keep, whole_numbers
 from .contiguous import KVCache
 from .copying import NoShallowCopy
 from .latent import LatentKVCache
@@ -163,7 +163,7 @@ class ContextParallelCache(NoShallowCopy):
             places = totals[:, None] + steps
             is_mine = (places // self.block_len) % self.world_size == self.rank
             if new_lens is not None:
-                counts = self._counts(new_lens, new)
+                counts = self.cache.layers[layer].new_counts(new_lens, new).clamp(0, new)
                 is_mine &= steps < counts[:, None]
             share = is_mine.sum(1, dtype=torch.int32)
             if new > 1:  # mine to the front, in their order
@@ -176,17 +176,6 @@ class ContextParallelCache(NoShallowCopy):
         self.cache.append(layer, k, v, share)  # refuses what it cannot take
         totals += counts
         self._may_hold[layer] |= new > 0
-
-    def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
-        if isinstance(new_lens, torch.Tensor) and new_lens.is_cuda:
-            return new_lens.clamp(0, new_tokens)  # not read
-        counts = whole_numbers("new_lens", new_lens)
-        fits = counts.shape == (self.cache.batch,)
-        if not fits or bool(((counts < 0) | (counts > new_tokens)).any()):
-            raise ShapeError(
-                f"new_lens are {counts.tolist()}: give [{self.cache.batch}] of 0 to {new_tokens}"
-            )
-        return counts.to(self._totals.device)
 
     @overload
     def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[No]]) -> Tensor: ...
@@ -325,14 +314,7 @@ class ContextParallelCache(NoShallowCopy):
         Raises:
             ShapeError: as KVCache.crop.
         """
-        held, kept = self.seq_lens.cpu(), whole_numbers("seq_lens", seq_lens)
-        if not kept.ndim:
-            kept = torch.minimum(kept, held)
-        if kept.shape != held.shape or bool(((kept < 0) | (kept > held)).any()):
-            raise ShapeError(
-                f"cannot crop sequences of {held.tolist()} tokens to {kept.tolist()}: give lengths "
-                "from 0 to the present ones"
-            )
+        kept = lens_to_keep(seq_lens, self.seq_lens.cpu())
         mine = [
             self.tokens_of(n, self.rank, self.world_size, self.block_len) for n in kept.tolist()
         ]

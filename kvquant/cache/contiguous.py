@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 
 import torch
@@ -38,6 +37,7 @@ from .checks import (
     check_windows,
     devices_of,
     formats_of,
+    lens_to_keep,
     planned_options,
     whole_numbers,
 )
@@ -573,17 +573,7 @@ class KVCache(NoShallowCopy):
             ShapeError: a length below 0, or given per sequence and over the present one; or a
                 layer with a window has dropped tokens that it would see (layer.SPARE).
         """
-        present = self.seq_lens.cpu()
-        if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
-            most = min(max(int(seq_lens), -1), self.max_seq_len)  # within int32
-            wanted = present.clamp(max=most)
-        else:
-            wanted = whole_numbers("seq_lens", seq_lens)
-        if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
-            raise ShapeError(
-                f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
-                "lengths from 0 to the present ones"
-            )
+        wanted = lens_to_keep(seq_lens, self.seq_lens.cpu())
         self._crop_layers(wanted.expand(self.num_layers, -1))
 
     def _crop_layers(self, lens: torch.Tensor) -> None:

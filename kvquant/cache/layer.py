@@ -570,7 +570,7 @@ class LayerCache:
         if v.shape[2] != new_tokens:
             k_name, v_name = self.sides
             raise ShapeError(f"{k_name} has {new_tokens} new tokens, {v_name} {v.shape[2]}")
-        return None if new_lens is None else self._counts(new_lens, new_tokens)
+        return None if new_lens is None else self.new_counts(new_lens, new_tokens)
 
     def check_step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query: str = "q"
@@ -603,7 +603,7 @@ class LayerCache:
         check_tensor("q", q, FLOATS)
         check_same_device(**{"the cache": self.seq_lens, "q": q})
 
-    def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
+    def new_counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; a CUDA tensor is not read, place_tokens clamps it."""
         batch, device = self.seq_lens.shape[0], self.device
         if isinstance(new_lens, torch.Tensor) and new_lens.device == device:

@@ -28,10 +28,11 @@ from ..rows.arguments import (
     check_tensor,
     check_tensors,
 )
-from ..rows.basis import Encoding, Queries
+from ..rows.basis import Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.indptr import check_indptr, check_indptr_values
+from ..rows.kind import LATENT
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment, check_segments
 from ..rows.slots import Slots
@@ -297,9 +298,6 @@ class StepBatch(NotCopied):
                 self._slots[group, k.shape[0]] = slots
         rows, has_exact = self.cache.rows.layers[layer], slots.exact is not None
         exact_k, exact_v = (rows.k_exact, rows.v_exact) if has_exact else (None, None)
-        k_transform = v_transform = Encoding()
-        if rows.basis is not None:
-            k_transform, v_transform = rows.basis.k.encoding, rows.basis.v.encoding
         try:
             if v.ndim != 3:
                 check_new(k, v, self.sides)  # says what is wrong
@@ -309,10 +307,16 @@ class StepBatch(NotCopied):
                     raise ShapeError(
                         f"{name} is {list(x.shape)}: rows of the cache have {fmt.head_dim} elements"
                     )
-            k_side = AppendSide(k, rows.k_pages, rows.k_format, exact_k, k_transform)
-            v_side = AppendSide(v, rows.v_pages, rows.v_format, exact_v, v_transform)
+            k_side = AppendSide(k, rows.k_pages, rows.k_format, exact_k)
+            v_side = AppendSide(v, rows.v_pages, rows.v_format, exact_v)
             options = self.cache.exact_format, rope, self.cache.bad_rows
-            call = self._to_write(layer, AppendCall(k_side, v_side, slots, *options))
+            call, kind = AppendCall(k_side, v_side, slots, *options), self.cache.row_kind
+            if rows.basis is not None:
+                if kind is LATENT:
+                    check_tokens(call, self.sides)  # before torch transforms them
+                (new_k, new_v), (of_k, of_v) = kind.to_write(k, v, rows.basis)
+                k_side = k_side._replace(x=new_k, transform=of_k)
+                call = call._replace(k=k_side, v=v_side._replace(x=new_v, transform=of_v))
             check = partial(check_tokens, call, self.sides)
             multiplied = write_rows(call, check=check, queries=queries)
         except Exception:  # types are looked at only now: it takes time
@@ -324,10 +328,6 @@ class StepBatch(NotCopied):
             if rope is None and as_given and k.shape[0] <= self.max_batch:
                 self._bound[layer].keep(kind_of(k, v), bind_append(call))
         return multiplied
-
-    def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
-        """The call with the encodings of new rows in a layer."""
-        return call
 
     def _reads_once(self, fixed: bool) -> bool:
         """Whether a call reads a shared prefix once; `fixed` if other steps keep it."""
