@@ -117,26 +117,6 @@ def test_the_table_of_the_page_is_what_caches_take(model: str) -> None:
     assert "\n".join(lines) in page
 
 
-def test_more_sequences_fit_into_the_same_bytes() -> None:
-    """As many of 1,000 tokens as the cache has slots for, each written to its end."""
-    options: dict[str, Any] = {"max_seq_len": 1000, "page_size": PAGE, "chunk_len": 100}
-    options |= {"sink_len": SINKS, "recent_len": RECENT, "seq_len": 1000}
-    shape, windows = (6, 1, 64), [*[64] * 5, None]
-    plain = PagedKVCache.for_memory(2_000_000, *shape, **options)
-    cache = PagedKVCache.for_memory(2_000_000, *shape, **options, windows=windows)
-    count = cache.num_free_seq_slots
-    assert 1_900_000 < cache.nbytes <= 2_000_000 and count > 2.5 * plain.num_free_seq_slots
-    batch = PagedBatch(cache, 1, 100)
-    rows = torch.randn(2, 100, 1, 64).bfloat16()
-    for name in range(count):
-        cache.allocate(name, room=1000)
-        for _ in range(10):
-            extend(batch, [name], 100, rows=rows)
-    with pytest.raises(OutOfPagesError, match="sequence slots are needed"):
-        cache.allocate("one more")
-    check_invariants(cache)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 17])
 def test_steps_of_chunk_len_tokens_always_find_pages(count: int) -> None:
     """With all slots in use and any lengths, also where pages are kept to be found again."""

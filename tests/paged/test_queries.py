@@ -28,7 +28,7 @@ def test_a_step_is_append_and_attend(kind: str, device: str) -> None:
         q, rows = of.queries(*axes, device=device), rows_of(one.cache, count)
         with one.extend(["a"], count), other.extend(["a"], count):
             for layer in range(one.cache.num_layers):
-                found = one.step(layer, *q, *rows, **of.options)
+                found = one.step(layer, *q, *rows, **of.options, return_lse=True)
                 other.append(layer, *rows)
-                assert torch.equal(found, of.attend(other, layer, q))
+                assert same(found, of.attend(other, layer, q, return_lse=True))
     assert same(values(one.cache, "a"), values(other.cache, "a"))
