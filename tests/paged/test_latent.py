@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import captured
-from example_plan import example_plan
 from invariants import check_invariants
 from latent_pages import (
     DIMS,
@@ -26,18 +25,15 @@ from paged_cases import begin, changing_steps, extend, seen
 from relative_l2 import relative_l2
 
 from kvquant import (
-    Basis,
     LatentFormat,
     LatentKVCache,
     LatentPagedBatch,
-    LatentPagedKVCache,
     PagedBatch,
     PagedKVCache,
     debug,
     quantize_rows,
 )
-from kvquant.errors import ConfigError, NonFiniteError, UnsupportedError
-from kvquant.rows.basis import LayerBasis
+from kvquant.errors import ConfigError, NonFiniteError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [(3, 5), (0, 0), (3, 0), (0, 5)]  # sinks and recent tokens
@@ -173,13 +169,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (heads, LatentKVCache(1, 1, 16)):
         with pytest.raises(ConfigError, match="give a LatentPagedKVCache"):
             LatentPagedBatch(other, 4)  # type: ignore[arg-type]
-    fed = Basis(torch.zeros(1, 256), feedback=torch.zeros(1, 256, 256))
-    with pytest.raises(UnsupportedError, match="the basis of layer 0 rounds with feedback"):
-        make(bases=[LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2)
-    with pytest.raises(ConfigError, match="plan is of keys and values of heads"):
-        LatentPagedKVCache.from_plan(example_plan(), 4)
-    with pytest.raises(ConfigError, match=r"plan is of latent rows.*use LatentKVCache.from_plan"):
-        PagedKVCache.from_plan(latent_plan(), 4)
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
 
