@@ -378,19 +378,9 @@ def test_bases_and_plans_that_do_not_fit_are_refused(heads: Any, latents: Any, s
     fed = Basis(torch.zeros(1, 256), feedback=torch.eye(256)[None])
     feeding = [LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2
     wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (
-            heads,
-            plan,
-            {},
-            "ConfigError: plan is of latent rows, and this cache has keys",
-        ),
+        (heads, plan, {}, "ConfigError: plan is of latent rows, and this cache has keys"),
         (heads, plan, {}, "ConfigError: use LatentKVCache.from_plan or LatentPagedKVCache.from"),
-        (
-            latents,
-            other,
-            {},
-            "ConfigError: plan is of keys and values of heads, and this",
-        ),
+        (latents, other, {}, "ConfigError: plan is of keys and values of heads, and this"),
         (latents, other, {}, "ConfigError: use KVCache.from_plan or PagedKVCache.from_plan"),
         (latents, plan, {"fmt": "int8", "latent_dim": 512}, "ConfigError: fmt, latent_dim with a"),
         (latents, plan, {"windows": [8, 8]}, "ConfigError: latent rows have no windows"),
@@ -398,27 +388,12 @@ def test_bases_and_plans_that_do_not_fit_are_refused(heads: Any, latents: Any, s
             (heads, other, {n: None}, f"ConfigError: {n} with a plan")
             for n in ("bases", "v_format")
         ),
-        (
-            heads,
-            other,
-            {"k_format": "int8"},
-            "ConfigError: use plan.with_formats",
-        ),
+        (heads, other, {"k_format": "int8"}, "ConfigError: use plan.with_formats"),
         (heads, None, {"bases": other.layers * 2}, "ConfigError: 6 bases for 2 layers"),
         (heads, None, {"bases": 3}, "ConfigError: bases is 3: give a LayerBasis for each layer"),
-        (
-            latents,
-            None,
-            {"bases": [random_basis(512)] * 2},
-            "ShapeError: basis of layer 0 is for",
-        ),
+        (latents, None, {"bases": [random_basis(512)] * 2}, "ShapeError: basis of layer 0 is for"),
         (latents, None, {"bases": [random_basis()]}, "ConfigError: 1 bases for 2 layers"),
-        (
-            latents,
-            None,
-            {"bases": feeding},
-            "UnsupportedError: basis of layer 0 rounds",
-        ),
+        (latents, None, {"bases": feeding}, "UnsupportedError: basis of layer 0 rounds"),
     ]
     for kind, chosen, options, text in wrong:
         with refused(text):

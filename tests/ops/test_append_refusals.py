@@ -89,19 +89,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"k_rows": byte(5, 7, 48)}, "ShapeError: it must be [num_pages"),
     ({"v_rows": byte(5, 2, 8, 100)}, "ShapeError: must be alike"),
     ({"k": zeros(4, 3, 64), "v": zeros(4, 3, 96)}, "ShapeError: have 3 KV heads, k_rows has 2"),
-    (
-        at(packed=torch.zeros(4).int()),
-        "ConfigError: slots.packed is torch.int32: use int64",
-    ),
+    (at(packed=torch.zeros(4).int()), "ConfigError: slots.packed is torch.int32: use int64"),
     (at(packed=[0]), "ShapeError: slots.packed is [1] with strides [1]: it must be [4]"),
     (
         at(exact=torch.full((8,), -1)[::2]),
         "ShapeError: slots.exact is [4] with strides [2]: it must be [4], contiguous",
     ),
-    (
-        at(evicted=None),
-        "ConfigError: slots.evicted missing: exact_k, exact_v, slots.exact,",
-    ),
+    (at(evicted=None), "ConfigError: slots.evicted missing: exact_k, exact_v, slots.exact,"),
     ({"exact_k": None, "exact_v": None}, "ConfigError: exact_k and exact_v missing"),
     ({"slots": torch.arange(4)}, "ConfigError: slots.exact and slots.evicted missing"),
     ({"exact_format": "int8"}, "ConfigError: exact_format 'int8' does not exist"),
@@ -109,10 +103,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"k_transform": basis(1)}, "ShapeError: k_transform.offset is [1, 64]"),
     ({"v_transform": basis(2)}, "ShapeError: v_transform.offset is [2, 64]"),
     ({"rope": angles(4, 66)}, "ShapeError: rotary_dim at most the head_dim 64 of K"),
-    (
-        {"rope": angles(5, 64)},
-        "ShapeError: rope.cos is [5, 32] with strides [32, 1]: it must be",
-    ),
+    ({"rope": angles(5, 64)}, "ShapeError: rope.cos is [5, 32] with strides [32, 1]: it must be"),
     ({"bad": BAD[:1]}, "ShapeError: bad is [1]"),
     ({"bad": zeros(2)}, "ConfigError: bad is torch.float32: use int32"),
     ({"bad": BAD.to("meta")}, "DeviceError: k is on cpu, bad on meta"),
@@ -125,27 +116,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slots": [0, 1, 2, 3]}, "ConfigError: slots is of type list: give a tensor"),
     ({"bad": [0, 0]}, "ConfigError: bad is of type list: give a tensor"),
     ({"k_rows": None}, "ConfigError: k_rows is of type NoneType: give a tensor"),
-    (
-        at(packed=[0, 35, -1, -1]),
-        "ShapeError: slots.packed[1] is 35: there are slots 0 to 3",
-    ),
-    (
-        at(exact=[-1, -1, 18, 0]),
-        "ShapeError: slots.exact[2] is 18: there are slots 0 to 17",
-    ),
-    (
-        at(evicted=[-1, -1, -1, 99]),
-        "ShapeError: slots.evicted[3] is 99: there are slots 0 to",
-    ),
-    (
-        at(packed=[9, 9, -1, -1]),
-        "ShapeError: slot 9 is given twice in slots.packed (places 0",
-    ),
+    (at(packed=[0, 35, -1, -1]), "ShapeError: slots.packed[1] is 35: there are slots 0 to 3"),
+    (at(exact=[-1, -1, 18, 0]), "ShapeError: slots.exact[2] is 18: there are slots 0 to 17"),
+    (at(evicted=[-1, -1, -1, 99]), "ShapeError: slots.evicted[3] is 99: there are slots 0 to"),
+    (at(packed=[9, 9, -1, -1]), "ShapeError: slot 9 is given twice in slots.packed (places 0"),
     (at(exact=[-1, 3, 2, 3]), "ShapeError: slot 3 is given twice"),
-    (
-        at(evicted=[-1, -1, 34, -1]),
-        "ShapeError: slot 34 is given twice in slots.packed and ",
-    ),
+    (at(evicted=[-1, -1, 34, -1]), "ShapeError: slot 34 is given twice in slots.packed and "),
     (
         at(evicted=[-1, 5, -1, -1]),
         "ShapeError: slots.evicted[1] is 5, but slots.exact[1] is -1: give the exact slot",

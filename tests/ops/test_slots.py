@@ -208,10 +208,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"packed_lens": LENS[:1]}, "ShapeError: packed_lens is [1]: it must be [2]"),
     ({"seq_slots": LENS[:1]}, "ShapeError: seq_slots is [1]: it must be [2]"),
     (pages([0]), "ShapeError: block_table is [1, 1]: it must be [2, max_pages]"),
-    (
-        at("packed_lens", 3, 0),
-        "ShapeError: sequence 0 has 9 tokens, 3 of them packed: with 2",
-    ),
+    (at("packed_lens", 3, 0), "ShapeError: sequence 0 has 9 tokens, 3 of them packed: with 2"),
     (at("packed_lens", 3, 0), "ShapeError: must be 4 to 7"),
     (at("packed_lens", 4, 3), "ShapeError: must be 0 to 2"),
     (at("seq_lens", 9, -1), "ShapeError: sequence 1 has -1 tokens: le"),

@@ -12,13 +12,7 @@ from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from latent_plans import random_basis
 
-from kvquant import (
-    AttentionVariant,
-    LatentPagedBatch,
-    LatentPagedKVCache,
-    PagedBatch,
-    PagedKVCache,
-)
+from kvquant import AttentionVariant, LatentPagedBatch, LatentPagedKVCache, PagedBatch, PagedKVCache
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth_splits
