@@ -104,10 +104,6 @@ class PagePool:
         """Pages that no sequence has: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def ids(self) -> list[SequenceId]:
-        return list(self._sequences)
-
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
         """The pages of a sequence in token order."""
         return tuple(self._sequences[sequence_id].pages)
@@ -131,10 +127,6 @@ class PagePool:
             source = self._sources.pop()
             for window in self.windows:
                 window.leave(source, is_found=self._is_found(source))
-
-    def length(self, sequence_id: SequenceId) -> int:
-        """Tokens of a sequence in its pages."""
-        return self._sequences[sequence_id].length
 
     def match_prefix(self, tokens: Sequence[int], namespace: str | None = None) -> int:
         """Tokens after the root in pages of the tree: a multiple of page_size."""

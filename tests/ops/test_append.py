@@ -150,28 +150,6 @@ def turned(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("rotary_dim", [2, 32, 96])
-def test_rope_turns_pairs_and_keeps_scores_relative(rotary_dim: int, interleaved: bool) -> None:
-    fmt = RowFormat.parse("bf16", 96)
-    frequencies = 10 ** -(4 * torch.arange(rotary_dim // 2) / rotary_dim)
-    q, k = torch.randn(2, 1, 1, 96)
-    scores = []
-    for position in (0, 5, 300):
-        values = []
-        for x, at in ((q, position + 3), (k, position)):
-            theta = at * frequencies[None]
-            rope = Rope(theta.cos(), theta.sin(), interleaved)
-            rows = torch.zeros(1, 1, 1, fmt.row_bytes, dtype=torch.uint8)
-            append_rows(x, x, rows, rows.clone(), torch.tensor([0]), fmt, fmt, rope=rope)
-            values.append(dequantize_rows(rows, fmt))
-        scores.append(float((values[0] * values[1]).sum()))
-    assert scores == pytest.approx([scores[0]] * 3, abs=0.2)
-    assert torch.equal(
-        values[1][..., rotary_dim:].flatten(), k[..., rotary_dim:].bfloat16().flatten()
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", mark_slow(NAMES, USUAL))
 def test_values_come_back_from_their_slots(name: str, dtype: torch.dtype) -> None:
