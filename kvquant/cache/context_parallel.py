@@ -148,22 +148,16 @@ class ContextParallelCache(NoShallowCopy):
         """
         check_layer(layer, self.cache.num_layers)
         check_tensors(k=k, v=v)
-        shape = self.cache.batch, self.cache.num_kv_heads
-        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != shape:
-            raise ShapeError(
-                f"k is {list(k.shape)}, v {list(v.shape)}: give [{shape[0]}, {shape[1]}, "
-                "new_tokens, head_dim]"
-            )
+        counts = self.cache.layers[layer].check_new(k, v, new_lens)
         totals, new = self._totals[layer], k.shape[2]
-        counts: int | torch.Tensor = new
-        if new == 1 and new_lens is None:
+        if new == 1 and counts is None:
             share = self._share[totals % len(self._share)]
         else:
             steps = torch.arange(new, device=totals.device)
             places = totals[:, None] + steps
             is_mine = (places // self.block_len) % self.world_size == self.rank
-            if new_lens is not None:
-                counts = self.cache.layers[layer].new_counts(new_lens, new).clamp(0, new)
+            if counts is not None:
+                counts = counts.clamp(0, new)  # those on CUDA are not read
                 is_mine &= steps < counts[:, None]
             share = is_mine.sum(1, dtype=torch.int32)
             if new > 1:  # mine to the front, in their order
@@ -174,7 +168,7 @@ class ContextParallelCache(NoShallowCopy):
                     for x in (k, v)
                 )
         self.cache.append(layer, k, v, share)  # refuses what it cannot take
-        totals += counts
+        totals += new if counts is None else counts
         self._may_hold[layer] |= new > 0
 
     @overload

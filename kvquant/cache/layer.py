@@ -497,7 +497,7 @@ class LayerCache:
         given = k, v
         check_tensors(**dict(zip(self.sides, given, strict=True)))
         k, v = k.detach(), v.detach()
-        counts = self._check_new(k, v, new_lens)
+        counts = self.check_new(k, v, new_lens)
         new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
         if not recorded:
             self._tighten(self.max_seq_len - new_tokens)
@@ -554,7 +554,7 @@ class LayerCache:
             self.lens.firsts.copy_(before[2])
         self.set_lens(before[0], before[1], self.longest)
 
-    def _check_new(
+    def check_new(
         self, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None
     ) -> torch.Tensor | None:
         """Check new tokens as KVCache.append; return counts [batch] on the device, None for all."""
@@ -570,7 +570,7 @@ class LayerCache:
         if v.shape[2] != new_tokens:
             k_name, v_name = self.sides
             raise ShapeError(f"{k_name} has {new_tokens} new tokens, {v_name} {v.shape[2]}")
-        return None if new_lens is None else self.new_counts(new_lens, new_tokens)
+        return None if new_lens is None else self._counts(new_lens, new_tokens)
 
     def check_step(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query: str = "q"
@@ -579,7 +579,7 @@ class LayerCache:
 
         It raises as append, and ShapeError if q has another number of tokens.
         """
-        self._check_new(k, v, None)
+        self.check_new(k, v, None)
         new_tokens, name = q.shape[1] if q.ndim == 4 else 1, self.sides[0]
         if k.shape[2] != new_tokens:
             is_swapped = q.ndim == 4 and k.shape[2] == q.shape[2]
@@ -603,7 +603,7 @@ class LayerCache:
         check_tensor("q", q, FLOATS)
         check_same_device(**{"the cache": self.seq_lens, "q": q})
 
-    def new_counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
+    def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; a CUDA tensor is not read, place_tokens clamps it."""
         batch, device = self.seq_lens.shape[0], self.device
         if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
