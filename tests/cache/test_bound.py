@@ -153,30 +153,16 @@ def test_new_rows_of_another_kind_are_looked_at(cuda: FakeDriver) -> None:
     assert again == []
 
 
-def test_what_is_not_possible_is_refused_as_the_first_time(cuda: FakeDriver) -> None:
+def test_new_rows_that_changed_in_place_are_refused(cuda: FakeDriver) -> None:
     cache, (k, v) = make(), tokens(1)
     for _ in range(2):
         cache.append(0, k, v)
-    wrong: list[tuple[Any, Any, type[Exception]]] = [
-        (k, None, ConfigError),
-        ([1], v, ConfigError),
-        (k[0], v, ShapeError),
-        (k[..., :32], v, ShapeError),
-        (k.long(), v, ConfigError),
-        (k.to_sparse(), v, ConfigError),
-        (k.to("meta"), v, DeviceError),
-    ]
-    before = cache.layers[0].longest
     cuda.launched.clear()
-    for one, other, error in wrong:
-        for call in ((one, other), (other, one)):
-            with pytest.raises(error):
-                cache.append(0, *call)
-    assert not cuda.launched and cache.layers[0].longest == before
-    k.transpose_(0, 1)  # in place
-    with pytest.raises(ShapeError):
-        cache.append(0, k, v)
-    assert not cuda.launched
+    k.transpose_(0, 1)
+    for _ in range(2):
+        with pytest.raises(ShapeError):
+            cache.append(0, k, v)
+    assert not cuda.launched and cache.layers[0].longest == 2
 
 
 class Noted:
