@@ -133,8 +133,8 @@ def planned_options(kind: KeyValue, plan: Plan, options: Mapping[str, Any]) -> d
             "of its model"
         )
     sizes = found.num_kv_heads, found.head_dim, found.k_formats, found.v_formats
-    decided = {"num_layers": found.num_layers, **kind.options(*sizes), "bases": found.layers}
-    given = [name for name in decided if name in options]
+    decided = {"num_layers": found.num_layers, **kind.options(*sizes)}
+    given = [name for name in (*decided, "bases") if name in options]
     if given:
         raise ConfigError(
             f"{', '.join(given)} with a plan: a plan says sizes, formats and bases, use "
@@ -142,7 +142,7 @@ def planned_options(kind: KeyValue, plan: Plan, options: Mapping[str, Any]) -> d
         )
     if is_latent and "windows" in options:
         raise ConfigError("latent rows have no windows: leave windows out")
-    return {**decided, **options}
+    return {**decided, "bases": found.layers, **options}  # which are computed now
 
 
 def check_holds(device: torch.device) -> None:

@@ -384,11 +384,6 @@ def test_bases_and_plans_that_do_not_fit_are_refused(heads: Any, latents: Any, s
         (latents, other, {}, "ConfigError: use KVCache.from_plan or PagedKVCache.from_plan"),
         (latents, plan, {"fmt": "int8", "latent_dim": 512}, "ConfigError: fmt, latent_dim with a"),
         (latents, plan, {"windows": [8, 8]}, "ConfigError: latent rows have no windows"),
-        *(
-            (heads, other, {n: None}, f"ConfigError: {n} with a plan")
-            for n in ("bases", "v_format")
-        ),
-        (heads, other, {"k_format": "int8"}, "ConfigError: use plan.with_formats"),
         (heads, None, {"bases": other.layers * 2}, "ConfigError: 6 bases for 2 layers"),
         (heads, None, {"bases": 3}, "ConfigError: bases is 3: give a LayerBasis for each layer"),
         (latents, None, {"bases": [random_basis(512)] * 2}, "ShapeError: basis of layer 0 is for"),
