@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
+from segment_cases import lens as int32
 
 from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ShapeError
@@ -19,10 +20,6 @@ INT8 = RowFormat.parse("int8", 96)
 FORMATS: dict[str, Any] = {"k_format": INT4, "v_format": INT8}
 LENS = (33, 0, 64, 1)
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
-
-
-def int32(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def paged(page_size: int, lens: Sequence[int] = LENS) -> tuple[Segment, Segment]:
