@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs
 from latent_plans import random_basis
 
 from kvquant import AttentionVariant, KVCache, LatentKVCache
@@ -24,7 +24,6 @@ from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import attention, mla, transform
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.variant import names_of
 
@@ -46,14 +45,7 @@ MAKERS = {
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
-    driver = install_for_caches(monkeypatch)
-    for module in (attention, mla):
-        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
-    for module in (transform, mla):
-        monkeypatch.setattr(
-            module, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
-        )
-    return driver
+    return install_for_steps(monkeypatch)
 
 
 def rows(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

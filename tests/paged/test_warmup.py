@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs
 from latent_plans import random_basis
 
 from kvquant import AttentionVariant, LatentPagedBatch, LatentPagedKVCache, PagedBatch, PagedKVCache
@@ -19,7 +19,6 @@ from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import attention, mla, transform
 from kvquant.ops import shared_prefix as sharing
 from kvquant.paged.shared_prefix import pays
 from kvquant.paged.warmup import BatchCalls, likely_batches
@@ -46,14 +45,7 @@ LATENTS: dict[str, Callable[..., PagedKVCache]] = {
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
-    driver = install_for_caches(monkeypatch)
-    for module in (attention, mla):
-        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
-    for module in (transform, mla):
-        monkeypatch.setattr(
-            module, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
-        )
-    return driver
+    return install_for_steps(monkeypatch)
 
 
 @pytest.fixture
