@@ -67,6 +67,7 @@ EDGES: list[tuple[list[tuple[float, float]], float, float]] = [
     ([(0.0, -3e38), (1.0, 3e38)], 1.0, 3e38),
     *(([STATE, empty], *STATE) for empty in EMPTY),
     *(([empty, STATE, empty], *STATE) for empty in EMPTY),
+    (EMPTY, 0.0, -INF),
     ([(2.0, 0.0), (NAN, 0.0)], NAN, math.log(2)),
     ([(2.0, 0.0), (1.0, NAN)], NAN, NAN),
     *(

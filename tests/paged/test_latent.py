@@ -169,6 +169,11 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (heads, LatentKVCache(1, 1, 16)):
         with pytest.raises(ConfigError, match="give a LatentPagedKVCache"):
             LatentPagedBatch(other, 4)  # type: ignore[arg-type]
+    turned = LatentPagedBatch(make(bases=[random_basis()] * LAYERS), 4, 100)
+    turned.cache.allocate("a")
+    latent, rope = new_rows(3)
+    with pytest.raises(ConfigError, match=r"rope is torch.float16: use"), turned.extend(["a"], 3):
+        turned.append(0, latent, rope.half())
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
 
