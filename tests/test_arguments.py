@@ -268,7 +268,7 @@ def test_things_are_shown_short() -> None:
     assert eval(repr(INT4)) == INT4 and repr(INT4) == "RowFormat.parse('int4-g4', 64)"
     one = KVCache(2, 3, 2, 64, 16, k_format=["int8", "int4"], v_format="fp8", windows=[4, None])
     assert repr(one) == (
-        "KVCache(2 layers, 3 sequences, 2 KV heads of 64, max_seq_len 16, K int8 or int4, V fp8, "
+        "KVCache(2 layers, 3 sequences, 2 KV heads of 64, K int8 or int4, V fp8, max_seq_len 16, "
         "bf16 sinks and recent tokens: 4 and 128, windows, on cpu)"
     )
 

@@ -23,13 +23,7 @@ from ..rows.format import RowFormat
 from ..rows.quantize import is_nan_row
 from ..rows.rotation import Rope
 from ..rows.slots import Slots
-from .append_checks import (
-    check_apart,
-    check_append,
-    check_call,
-    check_new,
-    check_types,
-)
+from .append_checks import check_apart, check_append, check_call, check_new, check_types
 from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from .rows_at import put, take

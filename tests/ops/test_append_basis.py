@@ -56,10 +56,7 @@ def make(names: tuple[str, str], windows: tuple[int, int], bases: tuple[Basis, B
 
 
 def by_hand(
-    names: tuple[str, str],
-    windows: tuple[int, int],
-    bases: tuple[Basis, Basis],
-    new: torch.Tensor,
+    names: tuple[str, str], windows: tuple[int, int], bases: tuple[Basis, Basis], new: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The packed and the 16-bit rows of K and of V, once new ones are appended to nothing."""
     (sink_len, recent_len), total = windows, new.shape[3]

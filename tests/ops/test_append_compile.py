@@ -128,18 +128,6 @@ def test_layers_of_a_pool_are_written_in_place_and_read_in_order(compiler: str) 
             assert not any(allocation in text for text in code), "a copy of the pool"
 
 
-def test_one_function_serves_rows_of_other_formats() -> None:
-    compiled = torch.compile(append_rows, fullgraph=True, backend="aot_eager")
-    for name in ("int4-g4", "int8-g8", "int3", "int2", "bf16"):
-        fmt = RowFormat.parse(name, 64)
-        x = torch.randn(6, 2, 64)
-        found, expected = torch.zeros(2, 1, 2, 8, fmt.row_bytes, dtype=torch.uint8)
-        options: Any = {"k_format": fmt, "v_format": fmt, "backend": "reference"}
-        for call, rows in ((compiled, found), (append_rows, expected)):
-            call(x, x, rows, torch.zeros_like(rows), Slots(torch.arange(6)), **options)
-        assert torch.equal(found, expected) and bool(found.any())
-
-
 def test_what_does_not_fit_is_refused_while_a_graph_is_traced() -> None:
     rows, slots = make_storage(), make_slots(4)
     k, v = torch.randn(4, 2, 64), torch.randn(4, 2, 96)

@@ -16,13 +16,7 @@ from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import FIELDS, variant_with
 
-from kvquant import (
-    KVCache,
-    RowFormat,
-    decode_attention,
-    quantize_rows,
-    reference_attention,
-)
+from kvquant import KVCache, RowFormat, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.segment import Segment

@@ -9,6 +9,7 @@ import torch
 from attend import attend_segments, attend_shared
 from fake_cuda import FakeDriver
 from relative_l2 import relative_l2
+from segment_cases import lens as int32
 from variant_cases import variant_with
 
 from kvquant import AttentionVariant, quantize_rows
@@ -25,10 +26,6 @@ VARIANTS = (
     ("tree_mask",),
     ("soft_cap", "sink_logits", "tree_mask", "score_offsets"),
 )
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def rows(batch: int, tokens: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,10 +61,7 @@ class Rollback(RuleBasedStateMachine):
 
     kind_name = ""
 
-    @initialize(
-        recent_len=st.sampled_from([0, RECENT]),
-        most=st.sampled_from([MOST, None]),
-    )
+    @initialize(recent_len=st.sampled_from([0, RECENT]), most=st.sampled_from([MOST, None]))
     def start(self, recent_len: int, most: int | None) -> None:
         self.kind = KINDS[self.kind_name]
         self.ours, self.theirs = self.batches = both(self.kind_name, recent_len, most)

@@ -33,13 +33,7 @@ from invariants import check_invariants
 from paged_cases import poison
 from slow_cases import mark_slow
 
-from kvquant import (
-    LatentFormat,
-    LatentPagedBatch,
-    LatentPagedKVCache,
-    RowFormat,
-    dequantize_rows,
-)
+from kvquant import LatentFormat, LatentPagedBatch, LatentPagedKVCache, RowFormat, dequantize_rows
 from kvquant.errors import OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.ops.quantize import quantize_calibrated
