@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from decode_rows import INT4, State, lens, nan_rows
+from decode_rows import INT4, State, nan_rows
+from decode_rows import lens as lens
 from relative_l2 import relative_l2
 
 from kvquant import KVCache, RowFormat, quantize_rows
