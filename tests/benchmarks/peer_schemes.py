@@ -56,13 +56,13 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
     In float32: butterflies of stride 1, 2, 4 and so on, then one product. It undoes itself.
     """
-    rows: torch.Tensor = x.float()
+    rows = x.float()
     size, stride = x.shape[-1] & -x.shape[-1], 1
     while stride < size:
         lower, upper = rows.unflatten(-1, (-1, 2, stride)).unbind(-2)
         rows = torch.stack((lower + upper, lower - upper), -2).flatten(-3)
         stride *= 2
-    return (rows * size**-0.5).to(x.dtype)
+    return (rows * (1 / math.sqrt(size))).to(x.dtype)
 
 
 @dataclass(frozen=True)
