@@ -130,7 +130,10 @@ def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path
     assert metadata["Name"] == DISTRIBUTION
     assert "[vllm.general_plugins]\nkvquant = kvquant.vllm.plugin:register" in entries
     assert metadata["Author"] == "The kvquant developers"
-    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"
+    sources_of_texts = "kvquant/calibration/texts/SOURCES.txt"
+    assert metadata.get_all("License-File") == ["LICENSE", sources_of_texts]
+    assert wheel.stat().st_size <= 1e6
     assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier", [])
     assert metadata["Keywords"]
     needed = metadata.get_all("Requires-Dist", [])

@@ -33,13 +33,12 @@ from lmcache.v1.distributed.serde.factory import register_serde_factory
 from lmcache.v1.memory_management import MemoryObj
 
 from ..engine.hooks import check_version, hook
-from ..engine.settings import rank_heads
+from ..engine.settings import Settings, rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan, ModelPlan, as_plan
 from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from ..rows.arguments import check_size
 from ..rows.basis import Basis, LayerBasis, fingerprints
-from ..rows.defaults import default_format
 from ..rows.format import RowFormat
 
 check_version("lmcache")
@@ -100,14 +99,8 @@ class RowSerde(Serializer, Deserializer):
             plan = plan if k_format is None else plan.with_formats(k_format, v_format)
             self._formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
         else:
-            names = {"k": k_format, "v": v_format}
-            k, v = (
-                RowFormat.parse(
-                    default_format(side, self.head_dim) if name is None else name, self.head_dim
-                )
-                for side, name in names.items()
-            )
-            self._formats = [(k, v)]
+            layout = Settings(k_format, v_format).layout(1, self.head_dim, self.head_dim)
+            self._formats = [layout[:2]]
         self.plan = plan
         known = [self.head_dim, [list(map(str, pair)) for pair in self._formats]]
         bases = fingerprints(None if plan is None else plan.layers)

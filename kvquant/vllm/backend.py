@@ -50,6 +50,7 @@ from ..engine.settings import (
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
 from ..errors import ConfigError, UnsupportedError, refuse, shown
+from ..rows.basis import LayerBasis
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.variant import AttentionVariant, names_of
@@ -64,22 +65,8 @@ Backend = TypeVar("Backend", bound="RowsBackend")
 Calls = TypeVar("Calls")
 
 
-class _ToVLLM(logging.Handler):
-    """Hands on kvquant's log, for example on compiling kernels, to vLLM's."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if logger.isEnabledFor(record.levelno):  # asked now: vLLM sets levels when an engine starts
-            logger.handle(record)
-
-
-def _log_to_vllm() -> None:
-    ours = logging.getLogger("kvquant")
-    ours.addHandler(_ToVLLM())
-    ours.setLevel(logging.INFO)
-    ours.propagate = False  # vLLM's logger decides who else gets it
-
-
-_log_to_vllm()
+# kvquant's log, for example on compiling kernels, goes where vLLM's goes, at vLLM's level
+logging.getLogger("kvquant").parent = logger
 
 
 class Request(NamedTuple):
@@ -108,10 +95,12 @@ class Request(NamedTuple):
 
 @hook("vllm")
 class RowsBackend(AttentionBackend):
-    """What vLLM must know of a backend with rows; bind makes a class for an engine's settings."""
+    """What vLLM must know of a backend with rows; backend_of makes one for an engine's settings."""
 
     request: ClassVar[Request]
     name: ClassVar[str]
+    kind_of_settings: ClassVar[Any]
+    settings: ClassVar[Any]  # of that kind
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
 
@@ -156,7 +145,7 @@ class RowsBackend(AttentionBackend):
 class KVQuantBackend(RowsBackend):
     """Attention to rows of keys and values; see backend_of."""
 
-    settings: ClassVar[Settings]
+    kind_of_settings = Settings
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -186,19 +175,14 @@ class KVQuantBackend(RowsBackend):
 
 
 @lru_cache
-def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
-    """The backend of an engine for keys and values of heads, under this name in vLLM's registry."""
-    return bind(KVQuantBackend, Settings, name, request)
-
-
-def bind(kind: type[Backend], settings: Any, name: str, request: Request) -> type[Backend]:
-    """A subclass of a backend that holds an engine's settings.
+def backend_of(kind: type[Backend], name: str, request: Request) -> type[Backend]:
+    """A subclass of a backend that holds an engine's settings, under this name in vLLM's registry.
 
     vLLM calls some methods while no engine's config is current, so settings belong to the class.
     Each worker looks the class up by module and name: plugin.__getattr__ finds it for the current
     config.
     """
-    asked = settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
+    asked = kind.kind_of_settings.parse(json.loads(request.given), 'additional_config["kvquant"]')
     known = {"request": request, "settings": asked, "name": name}
     known |= {"__module__": PLUGIN, "__qualname__": name}  # else of its metaclass: "abc"
     return type(kind.__name__, (kind,), known)
@@ -343,14 +327,28 @@ def _rows_of(
     settings, impl = layer.attn_backend.settings, layer.impl
     refuse(UnsupportedError, _problems(layer))
     layout = settings.layout(layer.num_kv_heads, layer.head_size, layer.head_size_v)
-    basis = None
-    if settings.plan is not None and not impl.is_draft:  # plans are of the model that is served
-        settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
-        basis = settings.basis(extract_layer_index(name), _heads_of(vllm_config), layout)
-        basis = basis and basis.to(device)
+    basis = basis_of(name, layer, vllm_config, _heads_of(vllm_config), layout)
+    basis = basis and basis.to(device)
     causal = causal_attention_of(impl, layer.head_size_v, device)
     rest = impl.variant(device), settings.prompts_from_rows, causal
     return LayerRows(layout, impl.scale, basis, *rest)
+
+
+def basis_of(name: str, layer: Any, vllm_config: VllmConfig, *given: Any) -> LayerBasis | None:
+    """The basis of a layer, on the CPU; given: what settings.basis takes beside the layer."""
+    settings = layer.attn_backend.settings
+    if settings.plan is None or layer.impl.is_draft:  # plans are of the model that is served
+        return None
+    settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
+    found: LayerBasis | None = settings.basis(extract_layer_index(name), *given)
+    return found
+
+
+def probable_bases(settings: Any, impl: Any, *given: Any) -> list[LayerBasis | None]:
+    """The bases that a layer may have, which does not know its name yet; given: as basis_of."""
+    if settings.plan is None or impl.is_draft:
+        return [None]
+    return [settings.basis(place, *given) for place in settings.plan.places]
 
 
 def _problems(layer: Attention) -> Iterator[str]:
@@ -474,19 +472,15 @@ class KVQuantImpl(AttentionImpl[Step]):
             begin_to_compile(config, self)
 
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[StepCalls]:
-        """The layer's calls for each basis that it may have: it does not know its name, and so its
-        basis, yet.
+        """The layer's calls for each basis that it may have.
 
         queries is the most that a decoding sequence has: 1, and its drafted tokens.
         """
-        settings = backend_of(OURS[0], request_of(vllm_config)).settings
+        settings = backend_of(KVQuantBackend, OURS[0], request_of(vllm_config)).settings
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
         variant = self.variant(torch.device("cpu"))
-        bases: list[Any] = [None]
-        if settings.plan is not None and not self.is_draft:
-            heads, places = _heads_of(vllm_config), settings.plan.places
-            bases = [settings.basis(place, heads, layout) for place in places]
-        for basis in bases:
+        heads = _heads_of(vllm_config)
+        for basis in probable_bases(settings, self, heads, layout):
             rows = LayerRows(layout, self.scale, basis, variant, settings.prompts_from_rows)
             given = rows, self.num_heads, queries + self.is_draft
             yield calls_of(StepCalls, vllm_config, *given)

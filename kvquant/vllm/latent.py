@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
@@ -24,7 +24,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
     accumulate_mla_context_chunk,
     init_mla_context_partial,
 )
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -44,14 +43,15 @@ from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError, refuse
 from .backend import (
     WITHOUT,
-    Request,
     RowsBackend,
+    backend_of,
+    basis_of,
     begin_to_compile,
-    bind,
     calls_of,
     check_request,
     is_draft,
     odd_cache_dtype,
+    probable_bases,
     request_of,
     tell_rows,
 )
@@ -63,9 +63,9 @@ LATENT_AND_ROPE = {576: (512, 64), 320: (256, 64)}
 
 @hook("vllm")
 class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
-    """Attention to latent rows; see latent_backend_of."""
+    """Attention to latent rows; see backend_of."""
 
-    settings: ClassVar[LatentSettings]
+    kind_of_settings = LatentSettings
 
     @staticmethod
     def get_impl_cls() -> type[KVQuantLatentImpl]:
@@ -83,12 +83,6 @@ class KVQuantLatentBackend(RowsBackend, MLACommonBackend):  # type: ignore[misc]
     def room_of_rows(cls, spec: AttentionSpec) -> dict[str, int]:
         sizes = LATENT_AND_ROPE.get(spec.head_size, (spec.head_size, 0))
         return {"state_content_bytes": cls.settings.layout(*sizes).row_bytes}
-
-
-@lru_cache
-def latent_backend_of(name: str, request: Request) -> type[KVQuantLatentBackend]:
-    """The backend of an engine for latent attention; see backend_of."""
-    return bind(KVQuantLatentBackend, LatentSettings, name, request)
 
 
 @dataclass
@@ -162,12 +156,8 @@ def _rows_of(name: str, layer: Any, vllm_config: VllmConfig, device: torch.devic
     fmt = settings.layout(layer.kv_lora_rank, layer.qk_rope_head_dim)
     if device.type == "cuda":
         check_kernels(fmt, vllm_config.model_config.dtype)
-    basis = None
-    if settings.plan is not None and not impl.is_draft:  # plans are of the model that is served
-        settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
-        basis = settings.basis(extract_layer_index(name))
-        basis = basis and basis.to(device)
-    return LatentRows(fmt, impl.scale, basis, settings.prompts_from_rows)
+    basis = basis_of(name, layer, vllm_config)
+    return LatentRows(fmt, impl.scale, basis and basis.to(device), settings.prompts_from_rows)
 
 
 def _problems(layer: Any, parallel: Any) -> Iterator[str]:
@@ -205,12 +195,9 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
         begin_to_compile(get_current_vllm_config(), self)
 
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[LatentCalls]:
-        settings = latent_backend_of(OURS[0], request_of(vllm_config)).settings
+        settings = backend_of(KVQuantLatentBackend, OURS[0], request_of(vllm_config)).settings
         fmt = settings.layout(self.kv_lora_rank, self.qk_rope_head_dim)
-        bases: list[Any] = [None]
-        if settings.plan is not None and not self.is_draft:
-            bases = [settings.basis(place) for place in settings.plan.places]
-        for basis in bases:
+        for basis in probable_bases(settings, self):
             rows = LatentRows(fmt, self.scale, basis, settings.prompts_from_rows)
             yield calls_of(LatentCalls, vllm_config, rows, self.num_heads, queries)
 

@@ -66,15 +66,15 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_keys(given)
     if isinstance(given, dict) and "kvquant" in given:
         check_version("vllm")
-        from .backend import backend_of, is_draft, request_of
+        from .backend import KVQuantBackend, backend_of, is_draft, request_of
 
         request = request_of(config)
         if name in LATENT or (name == "CUSTOM" and _has_latents(config, is_draft())):
-            from .latent import latent_backend_of
+            from .latent import KVQuantLatentBackend
 
-            return latent_backend_of(name, request)
+            return backend_of(KVQuantLatentBackend, name, request)
         if name in OURS:
-            return backend_of(name, request)
+            return backend_of(KVQuantBackend, name, request)
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which
             _check_choice(name, config.attention_config)
     if name == "CUSTOM":

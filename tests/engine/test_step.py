@@ -2,117 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from engine_pages import (
+    DEVICES,
+    DIM,
+    HEADS,
+    Q_HEADS,
+    SCALE,
+    KeyValuePages,
+    LatentPages,
+    SequencePages,
+    exact,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from relative_l2 import relative_l2
 from torch_operations import Operations
 
-from kvquant import AttentionVariant, Basis
+from kvquant import AttentionVariant, Basis, LatentFormat
 from kvquant.engine.contract import LayerRows, Lengths, NewTokens
+from kvquant.engine.latent import LatentRows
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import FEW, append, attend, describe_step
 from kvquant.rows.basis import LayerBasis
-from kvquant.rows.segment import Segment
-
-HEADS, Q_HEADS, DIM, PAGE = 2, 8, 64, 16
-SCALE = 0.11
-# where a step runs: the dtype of the model there, and the error that it brings; bfloat16 is rounded
-# to up to three times, 2.1e-3 each: weights of a prompt, a part or what is in a basis, the result
-DEVICES = [
-    pytest.param("cpu", torch.float32, 2e-5),
-    pytest.param("cuda", torch.bfloat16, 6.3e-3, marks=pytest.mark.gpu),
-]
-
 
 # Rows in a basis have elements of about 2.3, because of the basis's offset. Rows leave the basis in
 # the model's dtype, rounded three times, or queries enter it. So a score moves by
 # SCALE * sqrt(DIM) * 2.3 * sqrt(3) roundings, as much as the error above.
 IN_BASIS = 1.5
-
-
-class Pages:
-    """Pages of a layer in which sequences have tokens; all unused memory is NaN."""
-
-    def __init__(
-        self,
-        layer: LayerRows,
-        past_lens: Sequence[int],
-        room: int,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.layer, layout, self.dtype = layer, layer.layout, dtype
-        used = [-(-(past + room) // PAGE) for past in past_lens]
-        num_pages = sum(used) + 3
-        self.pages = torch.full(
-            (num_pages, layout.slots, PAGE, layout.slot_bytes),
-            255,
-            dtype=torch.uint8,
-            device=device,
-        )
-        order = iter(torch.randperm(num_pages, dtype=torch.int32).tolist())
-        self.table = torch.full((len(past_lens), max(used)), -1, dtype=torch.int32)
-        for row, count in zip(self.table, used, strict=True):
-            row[:count] = torch.tensor([next(order) for _ in range(count)])
-        self.table = self.table.to(device)
-        self.lens = torch.zeros_like(self.table[:, 0])
-        self.append(past_lens)
-
-    def slots(self, counts: Sequence[int]) -> torch.Tensor:
-        """Of new tokens of each sequence."""
-        found, device = [], self.pages.device
-        for i, count in enumerate(counts):
-            token = torch.arange(int(self.lens[i]), int(self.lens[i]) + count, device=device)
-            found.append(self.table[i, token // PAGE].long() * PAGE + token % PAGE)
-        return torch.cat(found)
-
-    def append(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens of each sequence: their K and V, and one of no slot."""
-        device = self.pages.device
-        k, v = torch.randn(2, sum(counts) + 1, HEADS, DIM, device=device)
-        k += 3 * torch.arange(DIM, device=device).cos()  # an offset
-        k, v = k.to(self.dtype), v.to(self.dtype)
-        none = torch.tensor([-1], device=device)
-        append(self.layer, k, v, self.pages, torch.cat([self.slots(counts), none]))
-        self.lens += torch.tensor(counts, dtype=torch.int32, device=device)
-        return k, v
-
-    def values(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a sequence, [tokens, heads, dim], as the rows have them."""
-        k_format, v_format, _ = self.layer.layout
-        rows = self.layer.layout.views(self.pages)
-        segment = Segment(*rows, self.lens, k_format, v_format, block_table=self.table)
-        found = list(segment.dequantized(sequence))
-        for i, basis in enumerate(self.layer.basis or ()):
-            found[i] = basis.decode(found[i][None])[0]
-        return found[0].transpose(0, 1), found[1].transpose(0, 1)
-
-
-def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant
-) -> torch.Tensor:
-    """Attend with the last tokens, float64 on the CPU."""
-    ratio = Q_HEADS // HEADS
-    q, (k, v) = q.cpu(), (x.cpu().double().repeat_interleave(ratio, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * SCALE
-    distance = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
-    if variant.soft_cap is not None:
-        scores = variant.soft_cap * (scores / variant.soft_cap).tanh()
-    if variant.alibi_slopes is not None:
-        scores = scores + variant.alibi_slopes.double()[:, None, None] * distance
-    hidden = distance > 0
-    if variant.window is not None:
-        hidden |= distance <= -variant.window
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if variant.sink_logits is not None:
-        sinks = variant.sink_logits.double()[:, None, None].expand(-1, len(q), 1)
-        scores = torch.cat([scores, sinks], -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 def bases() -> LayerBasis:
@@ -177,15 +97,13 @@ def test_a_step_of_all_kinds_of_sequences(
         AttentionVariant(**changed) if changed else None,
         from_rows,
     )
-    cache = Pages(layer, past_lens, max(counts), device, dtype)
+    cache = KeyValuePages(layer, past_lens, max(counts), device, dtype)
     past = [cache.values(i) for i in range(len(counts))]
     k, v = cache.append(counts)
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    step = describe_step(
-        NewTokens(cache.table, cache.lens, starts, cache.lens.cpu(), len(k), most_queries=4)
-    )
+    new_tokens = cache.new_tokens(counts, padding=1, most_queries=4)
+    step, starts = describe_step(new_tokens), new_tokens.starts
     assert (step.decodes, step.num_tokens, len(step.chunks)) == (5, 8, 5)
-    q = torch.randn(len(k), Q_HEADS, DIM, device=device).to(dtype)
+    q = cache.queries(len(k))
     out = torch.full_like(q, torch.nan)
     attend(layer, step, q, k, v, cache.pages, out)
     variant = AttentionVariant(**VARIANTS[name])
@@ -214,15 +132,13 @@ def test_an_engines_kernel_attends_with_prompts(from_rows: bool) -> None:
         starts = [lengths.query_starts.tolist(), lengths.key_starts.tolist()]
         for i in range(len(lengths.queries)):
             queries, keys = (slice(one[i], one[i + 1]) for one in starts)
-            out[queries] = exact(q[queries], k[keys], v[keys], AttentionVariant())
+            out[queries] = exact(q[queries], k[keys], v[keys])
 
     layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
     layer = LayerRows(layout, SCALE, None, None, from_rows)
-    cache = Pages(layer, past_lens, max(counts))
+    cache = KeyValuePages(layer, past_lens, max(counts))
     k, v = cache.append(counts)
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    step = describe_step(NewTokens(cache.table, cache.lens, starts, cache.lens.cpu(), sum(counts)))
-    q = torch.randn(sum(counts), Q_HEADS, DIM)
+    step, q = describe_step(cache.new_tokens(counts)), cache.queries(sum(counts))
     found, wanted = torch.empty_like(q), torch.empty_like(q)
     attend(layer, step, q, k, v, cache.pages, wanted)
     for _ in range(2):  # the second layer finds what the first one made
@@ -237,20 +153,15 @@ def test_an_engines_kernel_attends_with_prompts(from_rows: bool) -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_step_that_a_graph_pads(queries: int) -> None:
     layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE, bases())
-    cache = Pages(layer, [20, 31, 0], room=queries)
+    cache = KeyValuePages(layer, [20, 31, 0], room=queries)
     cache.append([queries, queries, 0])
-    starts = torch.tensor([0, queries, 2 * queries, 2 * queries], dtype=torch.int32)
-    step = describe_step(
-        NewTokens(cache.table, cache.lens, starts, cache.lens, 3 * queries, queries)
-    )
+    step = describe_step(cache.new_tokens([queries, queries, 0], queries, queries))
     assert step.q_lens is None and step.places is None  # no tensor is made: it would not be fixed
-    q = torch.randn(3 * queries, Q_HEADS, DIM)
-    out = torch.full_like(q, torch.nan)
-    attend(layer, step, q, q[:, :HEADS], q[:, :HEADS], cache.pages, out)
+    q = cache.queries(3 * queries)
+    out = cache.attended(step, q)
     for i in range(2):
         new = slice(i * queries, (i + 1) * queries)
-        wanted = exact(q[new], *cache.values(i), AttentionVariant())
-        assert relative_l2(out[new], wanted) < 2e-5
+        assert relative_l2(out[new], cache.exact(q[new], i)) < 2e-5
     assert not out[2 * queries :].any()
 
 
@@ -269,26 +180,31 @@ STEPS = st.tuples(
 @example(case=([(9, 1), (9, 1)], 3, 1))  # padding for which there is no sequence
 @example(case=([(9, 0), (9, 0)], 3, 1))  # nothing but padding
 @example(case=([(9, 2), (9, 0), (0, 3)], 2, 2))  # a prompt behind an idle sequence
-def test_each_query_sees_its_own_sequence(case: tuple[list[tuple[int, int]], int, int]) -> None:
+@pytest.mark.parametrize("kind", [KeyValuePages, LatentPages])
+def test_each_query_sees_its_own_sequence(
+    kind: type[SequencePages], case: tuple[list[tuple[int, int]], int, int]
+) -> None:
     """Any number of tokens of each sequence, idle ones too, and any padding behind them."""
     sequences, padding, most_queries = case
-    counts = [new for _, new in sequences]
-    layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
-    layer = LayerRows(layout, SCALE, prompts_from_rows=True)
-    cache = Pages(layer, [past for past, _ in sequences], room=4)
+    pasts, counts = zip(*sequences, strict=True)
+    layer: Any = LayerRows(
+        Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE, prompts_from_rows=True
+    )
+    if kind is LatentPages:  # with the tokens of prompts the engine attends by itself
+        layer, most_queries = LatentRows(LatentFormat.parse("int8-g4"), 192**-0.5), 4
+        pasts = tuple(past + 1 for past in pasts)
+    cache = kind(layer, pasts, room=4)
     cache.append(counts)
-    tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
-    new = NewTokens(cache.table, cache.lens, starts, cache.lens, tokens + padding, most_queries)
-    step, q = describe_step(new), torch.randn(tokens + padding + 1, Q_HEADS, DIM)
-    q[tokens:] = torch.nan  # nothing reads the padding
-    out = torch.full_like(q, 7)
-    attend(layer, step, q, q[:, :HEADS], q[:, :HEADS], cache.pages, out)
-    for i, queries in enumerate(q[:tokens].split(counts)):
-        if len(queries):
-            wanted = exact(queries, *cache.values(i), AttentionVariant())
-            found = out[int(starts[i]) : int(starts[i + 1])]
-            assert relative_l2(found, wanted) < 2e-5, f"sequence {i}"
-    assert (out[-1] == 7).all()  # of no token of the step
+    step = describe_step(cache.new_tokens(counts, padding, most_queries))
+    q = cache.queries(sum(counts) + padding)
+    q[sum(counts) :] = torch.nan  # nothing reads the padding
+    out = cache.attended(step, q)
+    assert len(out) == len(q)
+    for i, (queries, found) in enumerate(
+        zip(*(x[: sum(counts)].split(counts) for x in (q, out)), strict=True)
+    ):
+        wanted = cache.exact(queries, i) if len(queries) else queries
+        assert not len(queries) or relative_l2(found, wanted) < 2e-5, f"sequence {i}"
 
 
 @pytest.mark.gpu
@@ -299,7 +215,7 @@ def test_a_cuda_graph_serves_steps_of_other_lengths(queries: int, has_basis: boo
     layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
     layer = LayerRows(layout, SCALE, bases().to("cuda") if has_basis else None)
     steps, batch = 20, 4
-    cache = Pages(layer, [20, 31, 200, 0], steps * queries, "cuda", torch.bfloat16)
+    cache = KeyValuePages(layer, [20, 31, 200, 0], steps * queries, "cuda", torch.bfloat16)
     starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32)
     tokens = batch * queries
     made_up = starts.diff() + 1
@@ -330,16 +246,12 @@ def test_a_cuda_graph_serves_steps_of_other_lengths(queries: int, has_basis: boo
             new = slice(i * queries, (i + 1) * queries)
             keys, values = cache.values(i)
             assert relative_l2(keys[-queries:].float(), k[new].float()) < 0.05
-            wanted = exact(q[new], keys, values, AttentionVariant())
+            wanted = exact(q[new], keys, values)
             assert relative_l2(out[new].cpu(), wanted) < 6.3e-3 * (IN_BASIS if has_basis else 1)
 
 
 def test_a_step_without_tokens_writes_nothing() -> None:
     layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE)
-    cache = Pages(layer, [20, 0], room=1)
-    step = describe_step(
-        NewTokens(cache.table, cache.lens, torch.zeros(3, dtype=torch.int32), cache.lens, 0)
-    )
-    out = torch.full((2, Q_HEADS, DIM), torch.nan)
-    attend(layer, step, out, out[:, :HEADS], out[:, :HEADS], cache.pages, out)
-    assert out.isnan().all()
+    cache = KeyValuePages(layer, [20, 0], room=1)
+    step = describe_step(cache.new_tokens([0, 0]))
+    assert cache.attended(step, cache.queries(2)).isnan().all()

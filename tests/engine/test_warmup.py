@@ -5,23 +5,33 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from engine_pages import LATENT, LATENT_HEADS, ROPE
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from latent_plans import random_basis
 
-from kvquant import AttentionVariant, Basis, UnsupportedError
+from kvquant import AttentionVariant, Basis, LatentFormat, UnsupportedError
 from kvquant.engine import warmup
 from kvquant.engine.contract import LayerRows, NewTokens
+from kvquant.engine.latent import (
+    LatentCalls,
+    LatentRows,
+    append_latents,
+    attend_to_latents,
+    latents_at,
+)
 from kvquant.engine.settings import Settings
-from kvquant.engine.step import append, attend, describe_step
-from kvquant.engine.warmup import StepCalls, warm_up_layers
+from kvquant.engine.step import Step, append, attend, describe_step
+from kvquant.engine.warmup import LayerCalls, StepCalls, warm_up_layers
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import attention, rows_at, transform
+from kvquant.ops import attention, mla, rows_at, transform
 from kvquant.rows.basis import LayerBasis
 
 pytestmark = pytest.mark.extra("cuda")
@@ -51,11 +61,10 @@ def calls(layer: LayerRows, **options: Any) -> StepCalls:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
     driver = install_for_caches(monkeypatch)
-    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(rows_at, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(
-        transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
-    )
+    for module in (attention, mla, rows_at):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
+    for one in (mla, transform):
+        monkeypatch.setattr(one, "takes_one_launch", lambda x, _: x.dtype in transform.DTYPES)
     return driver
 
 
@@ -85,45 +94,93 @@ def test_what_is_launched_with_k_and_v_apart_was_told(
 
 
 def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
-    """Make steps. kernels_of must have named each kernel that they launch, and few others."""
-    layer, page_size = planned.layer, planned.page_size
-    told = kernels_of([planned], runtime.gpu_of(CPU))
-    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
-    for counts, past in STEPS:
-        tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
-        table = torch.zeros(len(counts), LONGEST // page_size, dtype=torch.int32)
-        lens = starts.diff() + past
-        step = describe_step(NewTokens(table, lens, starts, lens, tokens, most_queries=4))
+    layer = planned.layer
+
+    def run(step: Step, tokens: int) -> None:
         q = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.bfloat16)
         k, v = torch.zeros(2, tokens, HEADS, DIM, dtype=torch.bfloat16)
         append(layer, k, v, pages, torch.arange(tokens))
         attend(layer, step, q, k, v, pages, torch.empty_like(q))
-        assert {*loaded_specs()} <= {*told}, (counts, past)
-    assert len(told) < 2 * len({*loaded_specs()})  # and little else
+
+    check_launches(planned, run, cuda, 2)
 
 
-def test_layers_of_a_kind_are_compiled_once(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_basis", [False, True], ids=["as they came", "in a basis"])
+@pytest.mark.parametrize("name", ["fp8", "int8-g4", "int4-g8+int8-g4"])
+def test_what_is_launched_for_latents_was_told(name: str, in_basis: bool, cuda: FakeDriver) -> None:
+    basis = random_basis(LATENT, ROPE) if in_basis else None
+    layer = LatentRows(LatentFormat.parse(name), 0.1, basis)
+    pages = torch.zeros(200, PAGE, layer.fmt.row_bytes, dtype=torch.uint8)
+
+    def run(step: Step, tokens: int) -> None:
+        latent, rope = (torch.zeros(tokens, dim, dtype=torch.bfloat16) for dim in (LATENT, ROPE))
+        append_latents(layer, latent, rope, pages, torch.arange(tokens))
+        latents_at(layer, pages, torch.arange(tokens), latent.new_empty(tokens * (LATENT + ROPE)))
+        if not step.chunks:  # with the tokens of prompts the engine attends
+            q_latent, q_rope = (
+                x[:, None].repeat_interleave(LATENT_HEADS, 1) for x in (latent, rope)
+            )
+            attend_to_latents(layer, step, q_latent, q_rope, pages)
+
+    sizes = torch.bfloat16, PAGE, LONGEST, 24, 2048
+    check_launches(LatentCalls(layer, LATENT_HEADS, *sizes, most_queries=4), run, cuda, 3)
+
+
+def check_launches(
+    planned: LayerCalls[Any], run: Callable[[Step, int], None], cuda: FakeDriver, most: int
 ) -> None:
-    compiled: list[Any] = []
+    """Make steps. kernels_of must have named each kernel that they launch, and less than `most`
+    times as many."""
+    told = kernels_of([planned], runtime.gpu_of(CPU))
+    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
+    for counts, past in STEPS:
+        tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
+        table = torch.zeros(len(counts), LONGEST // planned.page_size, dtype=torch.int32)
+        lens = starts.diff() + past
+        run(describe_step(NewTokens(table, lens, starts, lens, tokens, most_queries=4)), tokens)
+        assert {*loaded_specs()} <= {*told}, (counts, past)
+    assert loaded_specs() and len(told) < most * len({*loaded_specs()})
+
+
+GPU = torch.device("cuda", 0)
+
+
+def int8_calls(scale: float = 0.1, name: str = "int8", **options: Any) -> StepCalls:
+    return calls(LayerRows(Settings(name, name).layout(HEADS, DIM, DIM), scale), **options)
+
+
+@pytest.fixture
+def compiled(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that were compiled; the log hears of each."""
+    found: list[Any] = []
+
+    def compile_all(specs: Any, arch: str, report: Any) -> None:
+        found.extend(specs)
+        for spec in specs:
+            report(spec)
+
     monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.append(specs))
+    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
     monkeypatch.setattr(compiled_ahead, "_warm", set())
-    gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
-    layers = [calls(LayerRows(layout, scale)) for scale in (0.1, 0.2)]
+    monkeypatch.setattr(warmup, "_begun", {})
+    return found
+
+
+def test_layers_of_a_kind_are_compiled_once(compiled: list[Any]) -> None:
+    layers = [int8_calls(scale) for scale in (0.1, 0.2)]
     warm_up_layers(torch.device("cpu"), layers)
     assert not compiled
-    warm_up_layers(gpu, layers)
-    warm_up_layers(gpu, layers)
-    assert [specs == kernels_of(layers[:1], runtime.gpu_of(CPU)) for specs in compiled] == [True]
-    warm_up_layers(gpu, [calls(LayerRows(layout, 0.1), num_q_heads=16)])
-    assert len(compiled) == 2
+    warm_up_layers(GPU, layers)
+    warm_up_layers(GPU, layers)
+    wanted = kernels_of(layers[:1], runtime.gpu_of(CPU))
+    assert compiled == wanted
+    warm_up_layers(GPU, [int8_calls(num_q_heads=16)])
+    assert len(compiled) > len(wanted)
 
 
 def test_an_engine_begins_to_compile_before_it_waits_for_that(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[Any] = []
     may_go_on = threading.Event()
 
     def compile_all(specs: Any, *_: Any) -> None:
@@ -136,37 +193,24 @@ def test_an_engine_begins_to_compile_before_it_waits_for_that(
 
     monkeypatch.setattr(compiled_ahead, "missing", missing)
     monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(compiled_ahead, "_warm", set())
-    monkeypatch.setattr(warmup, "_begun", {})
-    gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
-    one = calls(LayerRows(layout, 0.1))
-    other = calls(LayerRows(Settings("int4", "int4").layout(HEADS, DIM, DIM), 0.1))
+    one = int8_calls()
     warmup.begin_warm_up(torch.device("cpu"), one)
     assert not warmup._begun
     for _ in range(2):
-        warmup.begin_warm_up(gpu, one)
+        warmup.begin_warm_up(GPU, one)
     assert len(warmup._begun) == 1 and not compiled
     may_go_on.set()
-    warm_up_layers(gpu, [one])  # nothing is left to do, or it would raise
-    wanted = kernels_of([one], runtime.gpu_of(CPU))
-    assert compiled == wanted
+    warm_up_layers(GPU, [one])  # nothing is left to do, or it would raise
+    assert compiled == kernels_of([one], runtime.gpu_of(CPU))
     with pytest.raises(UnsupportedError, match="fails again"):
-        warm_up_layers(gpu, [other])
+        warm_up_layers(GPU, [int8_calls(name="int4")])
 
 
 def test_the_log_tells_how_far_compiling_is(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiled: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def compile_all(specs: Any, arch: str, report: Any) -> None:
-        for spec in specs:
-            report(spec)
-
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(compiled_ahead, "_warm", set())
-    layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
     with caplog.at_level(logging.INFO, "kvquant"):
-        warm_up_layers(torch.device("cuda", 0), [calls(LayerRows(layout, 0.1))])
+        warm_up_layers(GPU, [int8_calls()])
     told = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(r"kvquant: compiling \d+ kernels for sm_90, once", told[0])
     assert len(told) > 5 and told[-2] == "kvquant: compiling kernels: 100 %"

@@ -56,9 +56,10 @@ def new_values() -> torch.Tensor:
 
 
 def there_and_back(one: Any, values: torch.Tensor, at: Any) -> torch.Tensor:
-    shape = [*values.shape[:3], values[0, 0, 0].numel()]
+    """The same values, with heads and their elements in one axis or in two."""
+    shape = [*values.shape[:3], values[0, 0, 0].numel()] if values.ndim > 3 else [*values.shape]
     src, dst = memory([shape], torch.bfloat16), memory([shape], torch.bfloat16)
-    src.tensor.copy_(values.flatten(3))
+    src.tensor.copy_(values.reshape(shape))
     size = one.estimate_serialized_size(layout([shape]))
     stored = memory([[size]], torch.uint8)
     assert one.serialize(src, stored, at) == size
@@ -152,14 +153,9 @@ def test_k_and_v_of_a_head_side_by_side_as_vllm_has_them(order: str, plan: Cache
         given, order_of_pages.tolist(), TOKENS // page, layout_hints={"kv_layout": order}
     )
     assert gathered.shape == (LAYERS, TOKENS, HEADS * 2 * DIM)
-    one, shape = serde.RowSerde(plan=plan), [*gathered.shape]
-    src, dst = memory([shape], torch.bfloat16), memory([shape], torch.bfloat16)
-    src.tensor.copy_(gathered)
-    stored = memory([[one.estimate_serialized_size(layout([shape]))]], torch.uint8)
-    one.serialize(src, stored, key())
-    one.deserialize(stored, dst, key())
-    wanted = there_and_back(one, values, key())  # in two planes
-    assert torch.equal(dst.tensor.unflatten(-1, (HEADS, 2, DIM)).movedim(-2, 0), wanted)
+    one = serde.RowSerde(plan=plan)
+    found = there_and_back(one, gathered, key()).unflatten(-1, (HEADS, 2, DIM)).movedim(-2, 0)
+    assert torch.equal(found, there_and_back(one, values, key()))  # in two planes
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["plain", "plan"])

@@ -50,7 +50,7 @@ def command_of(text: str, storage: Path) -> list[str]:
 
 def test_what_one_engine_stored_as_rows_another_reads(tmp_path: Path) -> None:
     from vllm.config import KVTransferConfig
-    from vllm_engines import counter, engine, generate, passages
+    from vllm_engines import counter, engine, generate, mixed_prompts
     from vllm_texts import check_alike
 
     storage, log, port = tmp_path / "storage", tmp_path / "log", free_port()
@@ -76,7 +76,7 @@ def test_what_one_engine_stored_as_rows_another_reads(tmp_path: Path) -> None:
                 time.sleep(0.2)
             for _ in range(2):
                 with engine(kv_transfer_config=config, dtype="bfloat16") as llm:
-                    found.append(generate(llm, passages(llm, 1, 900), 12))
+                    found.append(generate(llm, mixed_prompts([900]), 12))
                     while len([*storage.glob("*.data")]) < 3:  # of 256 tokens each
                         assert time.monotonic() < last, log.read_text()[-3000:]
                         time.sleep(0.2)

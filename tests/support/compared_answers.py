@@ -33,6 +33,7 @@ MOST = {
     "plan": (0.006, 0.002),
 }
 Found = dict[str, Any]
+INT4, BF16, INT8 = ({"k_format": x, "v_format": x} for x in ("int4-g4", "bf16", "int8"))  # rows
 
 
 class Reference:
@@ -75,6 +76,37 @@ class Reference:
         return float((exact.exp() * (exact - told)).sum(-1).mean())
 
 
+def make_model(kind: str, folder: Path) -> str:
+    """The folder of the demo model, or of a small random one with other attention."""
+    from transformers import DeepseekV3Config, Gemma2Config, Gemma3TextConfig, GptOssConfig
+    from vllm_engines import MODEL, SIZES, random_model
+
+    if kind == "demo":
+        return str(MODEL)
+    sizes: Found = {**SIZES, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    windows: Found = {**sizes, "sliding_window": 100, "query_pre_attn_scalar": 64}
+    config: Any
+    dtype = torch.float32  # of the saved weights; the engine converts them to bfloat16
+    if kind == "gemma2":  # windows in every second layer, soft caps
+        windows |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None}
+        windows["hidden_act"] = "gelu_pytorch_tanh"  # SGLang's name for it
+        config = Gemma2Config(**windows)
+    elif kind == "gemma3":  # windows in three of four layers, K and q are normed
+        kinds = ["sliding_attention"] * 3 + ["full_attention"]
+        config = Gemma3TextConfig(**windows, layer_types=kinds)
+    elif kind == "deepseek":  # latent attention, of the sizes of DeepSeek V3's heads, no experts
+        sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "initializer_range": 0.1}
+        config = DeepseekV3Config(**sizes, first_k_dense_replace=4, q_lora_rank=None)
+    elif kind == "gpt-oss":  # windows in every second layer, sink logits
+        # SGLang reads swiglu_limit, which transformers before 5.19 does not set
+        windows |= {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+        config = GptOssConfig(**windows)
+        dtype = torch.bfloat16  # SGLang takes that of its linear layers from the config
+    else:
+        raise ValueError(f"there is no model {kind!r}")
+    return random_model(folder / kind, config, dtype)
+
+
 def prompts_of(ids: list[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts to continue, and longer ones to score, from the tokens of a text."""
     from vllm_engines import LENGTHS
@@ -113,10 +145,11 @@ def too_far(
     others: Sequence[str],
     most: Mapping[str, tuple[float, float]],
 ) -> list[str]:
-    """A line for each engine whose answers are too far from transformers.
+    """A line for each engine whose answers are too far from transformers, or whose prefix cache,
+    samples or aborted request are not as they should be.
 
     Args:
-        found: answers by the names of engines.
+        found: answers by the names of engines; "hits" may be None.
         pairs: an engine with bf16 rows, and one with its own attention. The second must not be
             better (`is_as_good`).
         others: models with two engines: NAME-int8 with int8 rows, NAME-own with its own attention.
@@ -145,6 +178,13 @@ def too_far(
                 kl = mean(found[name][kind])
                 if not kl < limit:
                     wrong.append(f"{name}: KL of {kind} {kl:.6f}, not below {limit}")
+    for name, one in found.items():
+        if one["hits"] is not None and one["hits"] <= 800:
+            wrong.append(f"{name}: {one['hits']} tokens were found in the prefix cache")
+        if not 0 < one["aborted"] < TOKENS:
+            wrong.append(f"{name}: the aborted request has {one['aborted']} tokens")
+        if one["sampled_texts"] <= 8:
+            wrong.append(f"{name}: {one['sampled_texts']} of 12 samples differ")
     return wrong
 
 
@@ -175,6 +215,18 @@ def run(
     with ThreadPoolExecutor(side_by_side) as pool:
         done = list(pool.map(start, names))
     return {name: one for name, one in done if one is not None}
+
+
+def run_script(name: str, folder: Path, *arguments: str) -> int:
+    """Run one of the two scripts in a process of its own, which must find no fault; how many
+    engines it has compared."""
+    script = Path(__file__).with_name(name)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(script), str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.stdout.endswith("ALL AS WANTED\n")
+    return done.stdout.count(": KL ")
 
 
 def arguments(given: Sequence[str], cases: Mapping[str, Any]) -> argparse.Namespace:

@@ -8,38 +8,31 @@ from __future__ import annotations
 import json
 import os
 from types import SimpleNamespace
-from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}  # before all imports
 
 
 def main() -> None:
-    """Print the runner, and of each engine the texts, and how many were drafted and accepted."""
+    """Print the rows, the prompts, the runner, the texts, and how many tokens were drafted and
+    accepted."""
     import triton.backends
     import vllm_engines
-    from vllm_engines import BF16, MODEL, counter, engine, generate, passages
+    from vllm_engines import MODEL, counter, engine, generate, mixed_prompts
 
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
     vllm_engines._replace_triton_kernels = lambda platform: None
+    rows = {"k_format": "int8", "v_format": "int8", "prompts": "rows"}
+    prompts = mixed_prompts((1, 5, 33, 90, 150))
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 100, "enable_prefix_caching": False}
     drafts = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (None, {}),
-        (BF16, {"max_num_batched_tokens": 100}),
-        (BF16, {"speculative_config": drafts, "enable_prefix_caching": False}),
-    ]
-    for rows, options in cases:
-        with engine(rows, **{"max_num_seqs": 4, **options}) as llm:
-            prompts = [
-                {"prompt_token_ids": one["prompt_token_ids"][:length]}
-                for one, length in zip(passages(llm, 5, 150), (1, 5, 33, 90, 150), strict=True)
-            ]
-            texts = generate(llm, prompts, 12)
-            worker = llm.llm_engine.model_executor.driver_worker.worker
-            kinds = [kind.__module__ for kind in type(worker.model_runner).__mro__]
-            names = "draft_tokens", "accepted_tokens"
-            counts = [counter(llm, f"spec_decode_num_{name}") for name in names]
-            print("FOUND", json.dumps([kinds, texts, counts]), flush=True)
+    with engine(rows, **options, speculative_config=drafts) as llm:
+        texts = generate(llm, prompts, 12)
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        kinds = [kind.__module__ for kind in type(worker.model_runner).__mro__]
+        names = "draft_tokens", "accepted_tokens"
+        counts = [counter(llm, f"spec_decode_num_{name}") for name in names]
+        print("FOUND", json.dumps([rows, prompts, kinds, texts, counts]), flush=True)
 
 
 if __name__ == "__main__":

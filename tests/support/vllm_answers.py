@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 from compared_answers import (
+    BF16,
     CHUNK,
     CONTEXT,
+    INT4,
+    INT8,
     MOST,
     SAME_CHUNK,
     SCORED,
@@ -30,17 +33,14 @@ from compared_answers import (
     TOP,
     Reference,
     main,
+    make_model,
     prompts_of,
     random_ids,
     too_far,
 )
+from vllm_engines import NGRAM
 
-INT4, BF16 = (
-    {"k_format": "int4-g4", "v_format": "int4-g4"},
-    {"k_format": "bf16", "v_format": "bf16"},
-)
-EAGER = {"enforce_eager": True}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+FP8, EAGER = {"format": "fp8"}, {"enforce_eager": True}
 SMALL = {"max_model_len": 384, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 100}
 OTHERS = "gemma3", "gpt-oss", "deepseek"  # models
 
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own-eager": {**EAGER},  # torch.compile rounds elsewhere
     "bf16": {"rows": BF16},
     "bf16-preempted": {"rows": BF16, **SMALL, **EAGER},
-    "int8": {"rows": {"k_format": "int8", "v_format": "int8"}, **EAGER},
+    "int8": {"rows": INT8, **EAGER},
     "int4": {"rows": INT4},
     "int4-eager-first-runner": {"rows": INT4, "runner": "0", **EAGER},
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, **EAGER},
@@ -61,42 +61,15 @@ CASES: dict[str, dict[str, Any]] = {
     "int4-draft": {"rows": INT4, "speculative_config": {}},
     "gemma3-own": {"model": "gemma3", **EAGER},
     "gemma3": {"model": "gemma3", "rows": BF16},
-    "gemma3-int8": {"model": "gemma3", "rows": {"k_format": "int8", "v_format": "int8"}, **EAGER},
+    "gemma3-int8": {"model": "gemma3", "rows": INT8, **EAGER},
     "gpt-oss-own": {"model": "gpt-oss", **EAGER},
     "gpt-oss": {"model": "gpt-oss", "rows": BF16},
-    "gpt-oss-int8": {"model": "gpt-oss", "rows": {"k_format": "int8", "v_format": "int8"}, **EAGER},
+    "gpt-oss-int8": {"model": "gpt-oss", "rows": INT8, **EAGER},
     "deepseek-own": {"model": "deepseek", **EAGER},
     "deepseek": {"model": "deepseek", "rows": {"format": "bf16"}},
     "deepseek-int8": {"model": "deepseek", "rows": {"format": "int8-g4"}, **EAGER},
-    "deepseek-fp8-ngram": {
-        "model": "deepseek",
-        "rows": {"format": "fp8"},
-        "speculative_config": NGRAM,
-    },
+    "deepseek-fp8-ngram": {"model": "deepseek", "rows": FP8, "speculative_config": NGRAM},
 }
-
-
-def make_model(kind: str, folder: Path) -> str:
-    """The demo model, or a small one with random weights that changes attention; its folder."""
-    from transformers import DeepseekV3Config, Gemma3TextConfig, GptOssConfig
-    from vllm_engines import MODEL, SIZES, random_model
-
-    if kind == "demo":
-        return str(MODEL)
-    sizes = {**SIZES, "num_hidden_layers": 4, "max_position_embeddings": 2048}
-    config: Any
-    if kind == "gemma3":  # windows in three of four layers, K and q are normed
-        kinds = ["sliding_attention"] * 3 + ["full_attention"]
-        config = Gemma3TextConfig(
-            **sizes, sliding_window=100, layer_types=kinds, query_pre_attn_scalar=64
-        )
-    elif kind == "deepseek":  # latent attention, of the sizes of DeepSeek V3's heads, no experts
-        sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "initializer_range": 0.1}
-        config = DeepseekV3Config(**sizes, first_k_dense_replace=4, q_lora_rank=None)
-    else:  # windows in every second layer, sink logits
-        sizes |= {"num_local_experts": 1, "num_experts_per_tok": 1}
-        config = GptOssConfig(**sizes, sliding_window=100)
-    return random_model(folder / kind, config, without_experts=True)
 
 
 def leave_experts_out() -> None:
@@ -190,24 +163,26 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
         )
         reference = Reference(options["model"])
         short, long = prompts_of(held_out(llm.get_tokenizer()) if kind == "demo" else random_ids())
-        prompts = [{"prompt_token_ids": ids} for ids in short]
         how: dict[str, Any] = {"logprobs": TOP, "detokenize": False}
 
         def divergences(texts: list[Any], of: list[list[int]]) -> list[tuple[float, float]]:
             return [reference.divergence(ids, text) for ids, text in zip(of, texts, strict=True)]
 
-        first = generate(llm, prompts, TOKENS, **how)
+        first = generate(llm, short, TOKENS, **how)
         found["generated"] = divergences(first, short)
         found["preempted"] = counter(llm, "num_preemptions")
-        hits = counter(llm, "prefix_cache_hits")
-        found["again"] = divergences(generate(llm, prompts, TOKENS, **how), short)
-        found["hits"] = [hits, counter(llm, "prefix_cache_hits")]
+        found["hits"] = -counter(llm, "prefix_cache_hits")
+        found["again"] = divergences(generate(llm, short, TOKENS, **how), short)
+        found["hits"] += counter(llm, "prefix_cache_hits")
+        on_gpu = torch.cuda.is_available()
+        if "num_gpu_blocks_override" in case or (kind == "deepseek" and not on_gpu):
+            found["hits"] = None  # pages are too few, or vLLM has no prefix cache there
         # vLLM's generators on the CPU cannot go back, as for prompts in chunks they have to
         seed = 7 if torch.cuda.is_available() else None
-        three = generate(llm, prompts[9:13], TOKENS, n=3, seed=seed, temperature=1.0, **how)
+        three = generate(llm, short[9:13], TOKENS, n=3, seed=seed, temperature=1.0, **how)
         found["sampled"] = divergences(three, [ids for ids in short[9:13] for _ in range(3)])
         found["sampled_texts"] = len({tuple(text.ids) for text in three})
-        aborted, others = abort_second(llm, prompts[10:14], TOKENS, **how)
+        aborted, others = abort_second(llm, short[10:14], TOKENS, **how)
         found["aborted"] = len(aborted.ids)
         found["beside_aborted"] = divergences(others, [short[10], short[12], short[13]])
         found["usage"] = counter(llm, "kv_cache_usage_perc")
@@ -215,8 +190,7 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
         found["drafted"] = [counter(llm, f"spec_decode_{one}") for one in drafted]
         if options.get("max_model_len", 1024) > CONTEXT + SCORED:
             llm.reset_prefix_cache()
-            given = [{"prompt_token_ids": ids} for ids in long]
-            logits = all_logits_of(llm, given, detokenize=False)
+            logits = all_logits_of(llm, long, detokenize=False)
             found["prompts"] = [
                 (reference.divergence_of_prompt(ids, one), 1.0)
                 for ids, one in zip(long, logits, strict=True)
@@ -239,16 +213,9 @@ def faults(found: dict[str, dict[str, Any]]) -> list[str]:
     wrong = too_far(found, pairs, OTHERS, {**MOST, **dict.fromkeys(alike, SAME_CHUNK)})
     for name, one in found.items():
         case = CASES[name]
-        hits = one["hits"][1] - one["hits"][0]
         if "num_gpu_blocks_override" in case:
             check(one["preempted"] > 0, f"{name}: no request was preempted")
-        elif torch.cuda.is_available() or case.get("model") != "deepseek":  # vLLM has none there
-            check(hits > 800, f"{name}: {hits} tokens were found in the prefix cache")
-        check(
-            0 < one["aborted"] < TOKENS, f"{name}: the aborted request has {one['aborted']} tokens"
-        )
         check(one["usage"] == 0, f"{name}: pages are held in the end")
-        check(one["sampled_texts"] > 8, f"{name}: {one['sampled_texts']} of 12 samples differ")
         if "speculative_config" in case:
             drafted, accepted = one["drafted"]
             check(0 < accepted < drafted, f"{name}: of {drafted} drafts {accepted} were right")

@@ -1,20 +1,63 @@
 """What vLLM's CUDA platform asks of a backend, and its CPU platform does not: the choice and the
-start of engines as on an H200, without a GPU (half a minute)."""
+start of engines as on an H200, without a GPU (half a minute). vLLM has no more packages and files
+than on_gpu/build.py packs, and nothing is missing that an engine or a server imports."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.utils import canonicalize_name
 from transformers import DeepseekV3Config, FalconH1Config, Gemma2Config
 from vllm_engines import INT4, MODEL, ROOT, SIZES
 
+PACK = runpy.run_path(str(Path(__file__).with_name("on_gpu") / "build.py"))["PACK"]
+# what an engine imports later than `start` does, and what it imports for other models
+MODULES = """
+vllm.compilation.backends vllm.device_allocator.cumem vllm.entrypoints.cli.main
+vllm.entrypoints.openai.api_server vllm.model_executor.layers.quantization.auto_gptq
+vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
+vllm.model_executor.model_loader.dummy_loader vllm.model_executor.models.gemma3
+vllm.model_executor.models.gpt_oss vllm.model_executor.warmup.kernel_warmup
+vllm.v1.engine.async_llm vllm.v1.engine.core vllm.v1.executor.multiproc_executor
+vllm.v1.executor.uniproc_executor vllm.v1.spec_decode.ngram_proposer
+vllm.v1.structured_output.backend_xgrammar vllm.v1.worker.gpu.model_runner
+vllm.v1.worker.gpu_model_runner vllm.v1.worker.gpu_worker
+vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
+""".split()
+WITHOUT = """
+import importlib.util, json, runpy, sys
+import stand_ins
+from fnmatch import fnmatch
+from importlib.machinery import PathFinder
+
+hidden, left_out, script, cases, modules = map(json.loads, sys.argv[1:])
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        file = name.replace(".", "/") + "/"
+        if name.partition(".")[0] in hidden or any(fnmatch(file, one) for one in left_out):
+            return None
+        return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+sys.argv = [script, json.dumps(cases)]
+runpy.run_path(script, run_name="__main__")
+for name in modules:
+    importlib.import_module(name)
+if importlib.util.find_spec("torchvision") is None:  # the machine has it
+    stand_ins.stand_in_for("torchvision")
+importlib.import_module("vllm.model_executor.warmup.minimax_m3_msa_warmup")  # of all models
+"""
 CUSTOM = {"attention_backend": "CUSTOM"}
 ROWS = {**CUSTOM, "additional_config": {"kvquant": INT4}}
 INT8 = {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int8", "v_format": "int8"}}}
@@ -180,7 +223,21 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"runner": 1, "pages": [16, 16], "layers": {"KVQuantBackend": 8}},
     ),
 }
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a layout that no kernel reads": (
+        {**ROWS, "env": {"VLLM_KV_CACHE_LAYOUT": "NHD"}},
+        "VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every supported set.*LBHNC",
+    )
+}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek": (
+        DEEPSEEK,
+        {
+            "rows": [[1, 656, "torch.uint8"]],
+            "pages": [16, 16],
+            "layers": {"KVQuantLatentBackend": 2},
+        },
+    ),
     "windows in every second layer": (
         Gemma2Config(**SIZES, architectures=["Gemma2ForCausalLM"]),
         {**NARROW, "pages": [16, 16, 16], "layers": {"KVQuantBackend": 1}},  # of each group
@@ -211,26 +268,32 @@ class Platform:
         cases: dict[str, list[Any]] = {
             "process": ["choose_in_another_process", {**usual, **ROWS}],
             "vision": ["choose_in_vision", {**usual, **ROWS}],
-            "other layout": ["start", {**usual, **ROWS, "env": {"VLLM_KV_CACHE_LAYOUT": "NHD"}}],
+            "serve": ["serve", {**usual, **ROWS}],
+            "fp8": ["start", {**usual, "attention_backend": "FLASH_ATTN", "kv_cache_dtype": "fp8"}],
+            "triton": ["start", {**usual, "attention_backend": "TRITON_ATTN"}],
         }
         for name, (options, layer, _) in {**CHOSEN, **REFUSED}.items():
             cases[name] = ["choose", {**usual, **options}, layer]
-        for name, (options, _) in STARTED.items():
+        for name, (options, _) in {**STARTED, **LAYOUTS}.items():
             cases[name] = ["start", {**usual, **options}]
         for name, (config, _) in MODELS.items():
             config.save_pretrained(folder / name)
-            cases[name] = ["start", {**ROWS, "model": str(folder / name)}]
-        DEEPSEEK.save_pretrained(folder / "deepseek")
+            rows = LATENT_ROWS if config is DEEPSEEK else ROWS
+            cases[name] = ["start", {**rows, "model": str(folder / name)}]
         for name, (options, layer, _) in OF_LATENTS.items():
             cases[name] = ["choose", {"model": str(folder / "deepseek"), **options}, layer]
-        cases["deepseek"] = ["start", {**LATENT_ROWS, "model": str(folder / "deepseek")}]
         script = ROOT / "tests" / "support" / "vllm_on_cuda.py"
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TMPDIR": str(folder),
-        }
-        command = [sys.executable, str(script), json.dumps([*cases.values()])]
+        path = [str(ROOT / "tests" / "support" / "gpu_site"), *filter(None, sys.path)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(folder)}
+        hidden = [
+            name
+            for name, of in packages_distributions().items()
+            if {canonicalize_name(x) for x in of} & {*PACK.not_needed}
+        ]
+        assert {"mistral_common", "xgrammar", "anthropic", "mcp"} <= {*hidden}
+        assert not {"loguru", "model_hosting_container_standards"} & {*hidden}
+        given = hidden, PACK.left_out, str(script), [*cases.values()], MODULES
+        command = [sys.executable, "-c", WITHOUT, *map(json.dumps, given)]
         done = subprocess.run(
             command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=600
         )
@@ -245,47 +308,37 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Platform:
     return Platform(tmp_path_factory.mktemp("cuda_platform"))
 
 
-@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("case", ["process", *CHOSEN])
 def test_the_backend_is_found_by_its_name(case: str, platform: Platform) -> None:
-    assert platform.found[case] == {"name": OURS, "rows": CHOSEN[case][-1]}
+    """In a spawned worker ("process"), too."""
+    rows = INT4 if case == "process" else CHOSEN[case][-1]
+    assert platform.found[case] == {"name": OURS, "rows": rows}
 
 
-def test_a_spawned_worker_finds_the_backend(platform: Platform) -> None:
-    assert platform.found["process"] == {"name": OURS, "rows": INT4}
+def test_engines_without_rows_and_a_server_start(platform: Platform) -> None:
+    assert platform.found["serve"] > 20  # routes
+    assert all(platform.found[name]["pages"] for name in ("fp8", "triton"))
 
 
 def test_image_encoders_keep_their_backend(platform: Platform) -> None:
     assert platform.found["vision"] == "FLASH_ATTN"
 
 
-@pytest.mark.parametrize("case", REFUSED)
+WORDS = {name: words for name, (*_, words) in {**REFUSED, **OF_LATENTS}.items()}
+WORDS |= {name: words for name, (_, words) in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("case", WORDS)
 def test_what_cannot_be_served_is_refused(case: str, platform: Platform) -> None:
-    assert re.search(REFUSED[case][-1], str(platform.found[case])), platform.found[case]
-
-
-@pytest.mark.parametrize("case", OF_LATENTS)
-def test_models_with_latent_attention(case: str, platform: Platform) -> None:
-    assert re.search(OF_LATENTS[case][-1], str(platform.found[case])), platform.found[case]
-
-
-def test_an_engine_with_latent_attention_starts(platform: Platform) -> None:
-    assert platform.found["deepseek"] == {
-        **USUAL,
-        "rows": [[1, 656, "torch.uint8"]],
-        "pages": [16, 16],
-        "layers": {"KVQuantLatentBackend": 2},
-    }
+    """And what can be, of models with latent attention."""
+    found = str(platform.found[case])
+    assert re.search(WORDS[case], found), found
 
 
 @pytest.mark.parametrize("case", [*STARTED, *MODELS])
 def test_an_engine_starts(case: str, platform: Platform) -> None:
     _, wanted = {**STARTED, **MODELS}[case]
     assert platform.found[case] == {**USUAL, **wanted}
-
-
-def test_layouts_that_no_kernel_reads_are_refused(platform: Platform) -> None:
-    told = "VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every supported set.*LBHNC"
-    assert re.search(told, str(platform.found["other layout"])), platform.found["other layout"]
 
 
 def test_layers_without_rows_are_told(platform: Platform) -> None:

@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_reference import check_answers
 from safetensors.torch import load_file, save_file
-from vllm_engines import (
-    BF16,
-    MODEL,
-    MOST_MOVE,
-    TOKENS,
-    counter,
-    engine,
-    generate,
-    noisy_draft_model,
-)
-from vllm_texts import check_alike, check_same_rows
+from vllm_engines import MODEL, TOKENS, counter, engine, generate, mixed_prompts, noisy_draft_model
 
 from kvquant import CachePlan
+from kvquant.engine.settings import Settings
 from kvquant.engine.step import FEW, Step, describe_step
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """Not here: vLLM reads what it has not written, and throws it away."""
 
 
 def weights() -> dict[str, torch.Tensor]:
     return {k: x for path in MODEL.glob("*.safetensors") for k, x in load_file(path).items()}
 
 
-@pytest.fixture(scope="module")
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The demo model with noise in its weights."""
-    return noisy_draft_model(tmp_path_factory.mktemp("draft") / "model")
-
-
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def eagle(folder: Path) -> dict[str, Any]:
     """An EAGLE head: the demo model's first layer, which sees tokens alone. Its drafts are bad."""
-    folder = tmp_path_factory.mktemp("eagle")
+    folder.mkdir()
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     config |= {"num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -67,11 +48,17 @@ def bases_of(llm: Any) -> dict[str, Any]:
     }
 
 
-def test_a_draft_model_changes_no_output(
-    own: Any, draft_model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("make", "layers", "least"),
+    [(noisy_draft_model, 4, 0.5), (eagle, 1, 0)],
+    ids=["model", "eagle"],
+)
+def test_drafts_change_no_output_and_have_no_basis(
+    make: Any, layers: int, least: float, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks of up to 100 tokens, whose past is dequantized, and drafts beside them."""
-    prompts, wanted = own
+    """A plan is of the model that is served: its layers 0 to 3 are not those of a draft model, and
+    EAGLE's is layer 4. Prompts come in chunks of up to 100 tokens, whose past is dequantized, and
+    drafts beside them."""
     pasts: list[int] = []
 
     def note(*given: Any) -> Step:
@@ -82,31 +69,14 @@ def test_a_draft_model_changes_no_output(
         return step
 
     monkeypatch.setattr("kvquant.vllm.backend.describe_step", note)
+    rows, prompts = {"plan": plan, "prompts": "rows"}, mixed_prompts()
     options = {"enable_prefix_caching": False, "max_num_batched_tokens": 100}
-    with engine(BF16, speculative_config=draft_model, **options) as llm:
-        found = generate(llm, prompts, TOKENS)
+    with engine(rows, speculative_config=make(tmp_path / "drafts"), **options) as llm:
+        texts, found = generate(llm, prompts, TOKENS), bases_of(llm)
         drafted = counter(llm, "spec_decode_num_draft_tokens")
         accepted = counter(llm, "spec_decode_num_accepted_tokens")
-    check_alike(found, wanted, MOST_MOVE)
-    assert 0.5 * drafted < accepted < drafted
-    assert 0 in pasts and max(pasts) > FEW
-
-
-def test_drafts_beside_a_plan_have_no_basis(
-    own: Any, plan: str, draft_model: Any, eagle: Any
-) -> None:
-    """A plan is of the model that is served: its layers 0 to 3 are not those of a draft model, and
-    EAGLE's is layer 4."""
-    prompts = own[0][-6:]
-    options = {"enable_prefix_caching": False}
-    with engine({"plan": plan}, **options) as llm:
-        wanted, known = generate(llm, prompts, TOKENS), bases_of(llm)
-    layers = CachePlan.load(plan).layers
-    assert [*known.values()] == [[side.fingerprint for side in layer] for layer in layers]
-    for config, count in ((draft_model, 4), (eagle, 1)):
-        with engine({"plan": plan}, speculative_config=config, **options) as llm:
-            check_same_rows(generate(llm, prompts, TOKENS), wanted)
-            assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-            found = bases_of(llm)
-        assert {name: found.pop(name) for name in known} == known
-        assert [*found.values()] == [None] * count
+    check_answers(Settings.parse(rows), prompts, texts, MODEL, most=0.15)
+    assert least * drafted < accepted < drafted
+    assert max(pasts) > FEW and (0 in pasts or make is eagle)
+    known = [[side.fingerprint for side in layer] for layer in CachePlan.load(plan).layers]
+    assert [*found.values()] == [*known, *[None] * layers]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +21,35 @@ pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 ROWS = {"additional_config": {"kvquant": INT4}}
 
 
-def test_the_plugin_does_nothing_until_it_is_asked() -> None:
+@contextmanager
+def current(**given: Any) -> Iterator[Any]:
+    """The config of an engine, current."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    with set_current_vllm_config(config := VllmConfig(**given)):
+        yield config
+
+
+def entry(name: str) -> Any:
+    """Of vLLM's registry."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     plugin.register()
+    return AttentionBackendEnum[name]
+
+
+def test_the_plugin_does_nothing_until_it_is_asked() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
     plugin.register()
-    assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+    assert entry("CPU_ATTN").get_class() is CPUAttentionBackend
     with pytest.raises(ConfigError, match="give --additional-config"):
-        AttentionBackendEnum.CUSTOM.get_class()
-    wrong = VllmConfig(additional_config={"kvquant": {"k_format": "int5"}})
+        entry("CUSTOM").get_class()
     with (
-        set_current_vllm_config(wrong),
+        current(additional_config={"kvquant": {"k_format": "int5"}}),
         pytest.raises(ConfigError, match="format 'int5' does not exist"),
     ):
-        AttentionBackendEnum.CPU_ATTN.get_class()
+        entry("CPU_ATTN").get_class()
 
 
 @pytest.mark.parametrize(
@@ -53,17 +67,10 @@ def test_the_plugin_does_nothing_until_it_is_asked() -> None:
 )
 def test_settings_that_are_misspelt_or_misplaced_are_refused(given: dict[str, Any]) -> None:
     """Nothing else would read them: there would be other rows than were asked for, or none."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    plugin.register()
     message = r'has the key \'\w+\', not "kvquant": put what is kvquant\'s into "kvquant", {"kvq'
-    for one in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
-        with (
-            set_current_vllm_config(VllmConfig(additional_config=given)),
-            pytest.raises(ConfigError, match=message),
-        ):
-            one.get_class()
+    for name in ("CPU_ATTN", "CUSTOM"):
+        with current(additional_config=given), pytest.raises(ConfigError, match=message):
+            entry(name).get_class()
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
@@ -91,19 +98,15 @@ def test_vllms_log_has_what_kvquant_logs(level: int) -> None:
 
 
 def test_settings_of_other_plugins_are_left_to_them() -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
     others = {"quant": "int8", "format": 1, "kv_cache": {}, "prompts": 2, "planner": None, "x": 3}
     for own in ({}, {"format": "json"}):
-        with set_current_vllm_config(VllmConfig(additional_config=others | own)):
+        with current(additional_config=others | own):
             assert plugin.CPU_ATTN.get_name() == "CPU_ATTN"
 
 
 def test_a_plan_is_read_again_where_its_file_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
     def save(folder: str, offset: float) -> str:
         plan = example_plan(2, 4, 64)
         plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
@@ -116,7 +119,7 @@ def test_a_plan_is_read_again_where_its_file_is_another(
 
     def served(path: str) -> Any:
         rows = {"kvquant": {"plan": path, "k_format": "int8", "v_format": "int8"}}
-        with set_current_vllm_config(VllmConfig(additional_config=rows)):
+        with current(additional_config=rows):
             backend = plugin.CPU_ATTN
             assert plugin.CPU_ATTN is backend  # of the same file there is one
         return backend.settings.plan.tensors["k.offset"].unique().tolist()
@@ -135,30 +138,27 @@ LATENT_ROWS = {"additional_config": {"kvquant": {"format": "fp8"}}}
 
 
 def test_models_with_latent_attention_have_a_backend_of_their_own() -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
 
     plugin.register()
-    for config in (VllmConfig(**LATENT_ROWS), VllmConfig()):
+    for given in (LATENT_ROWS, {}):
         _cached_get_attn_backend.cache_clear()
-        with set_current_vllm_config(config):
+        with current(**given):
             found = get_attn_backend(576, torch.bfloat16, "auto", use_mla=True)
             assert found.get_name() in entries.LATENT and found.is_mla()
-            assert hasattr(found, "request") == bool(config.additional_config)
+            assert hasattr(found, "request") == bool(given)
 
 
 def test_which_kind_of_rows_custom_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the model that is made: the draft model may be of the other kind."""
     from vllm.compilation.backends import set_model_tag
-    from vllm.config import VllmConfig, set_current_vllm_config
 
     heads, latents = (SimpleNamespace(use_mla=mla, model="a folder") for mla in (False, True))
     for model, drafts, rows in ((latents, heads, LATENT_ROWS), (heads, latents, ROWS)):
-        config = VllmConfig(**rows)
         other = LATENT_ROWS if rows is ROWS else ROWS
-        config.model_config = model
-        config.speculative_config = SimpleNamespace(draft_model_config=drafts)
-        with set_current_vllm_config(config):
+        with current(**rows) as config:
+            config.model_config = model
+            config.speculative_config = SimpleNamespace(draft_model_config=drafts)
             assert plugin.CUSTOM.is_mla() == model.use_mla
             config.additional_config = other["additional_config"]
             with set_model_tag("draft_model"):
@@ -168,61 +168,37 @@ def test_which_kind_of_rows_custom_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["FLASHMLA_SPARSE", "FLASHMLA_SPARSE_DSV4", "TRITON_MSA"])
-def test_sparse_attention_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    plugin.register()
-    with (
-        set_current_vllm_config(VllmConfig(**LATENT_ROWS)),
-        pytest.raises(UnsupportedError, match=f"sparse attention, whose backend is {name}"),
-    ):
-        AttentionBackendEnum[name].get_class()
+def test_sparse_attention_is_refused(name: str) -> None:
+    message = f"sparse attention, whose backend is {name}"
+    with current(**LATENT_ROWS), pytest.raises(UnsupportedError, match=message):
+        entry(name).get_class()
 
 
 def test_models_that_take_a_backend_of_their_own_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As MiMo-V2 does, whose K and V differ in head_dim."""
-    from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.config import AttentionConfig, VllmConfig
 
-    plugin.register()
-    asked = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
+    asked = AttentionConfig(backend=entry("CUSTOM"))
     for name in plugin.DIFFKV:
-        entry = AttentionBackendEnum[name]
-        monkeypatch.setattr(entry, "_value_", "vllm.config.VllmConfig")  # whose module needs no GPU
+        one = entry(name)
+        monkeypatch.setattr(one, "_value_", "vllm.config.VllmConfig")  # whose module needs no GPU
         with (
-            set_current_vllm_config(VllmConfig(**ROWS, attention_config=asked)),
+            current(**ROWS, attention_config=asked),
             pytest.raises(UnsupportedError, match=f"this model takes the backend {name}"),
         ):
-            entry.get_class()
-        with set_current_vllm_config(VllmConfig()):
-            assert entry.get_class() is VllmConfig
+            one.get_class()
+        with current():
+            assert one.get_class() is VllmConfig
 
 
-@pytest.mark.parametrize(
-    ("version", "is_served"),
-    [
-        ("0.31.2", False),
-        ("0.33.1.dev3+cpu", True),
-    ],
-)
-def test_a_vllm_that_was_not_tried_is_refused(
-    version: str, is_served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
-    from vllm.config import VllmConfig, set_current_vllm_config
 
-    monkeypatch.setattr(vllm, "__version__", version)
-    with set_current_vllm_config(VllmConfig(**ROWS)):
-        if is_served:
-            assert plugin.CPU_ATTN.get_name() == "CPU_ATTN"
-        else:
-            with pytest.raises(
-                UnsupportedError,
-                match=rf"vLLM {re.escape(version)} was not tried.*pip install 'vllm>=0.32,<0.34'",
-            ):
-                plugin.CPU_ATTN  # noqa: B018
-    with set_current_vllm_config(VllmConfig()):  # without rows it is none of our business
+    message = r"vLLM 0\.31\.2 was not tried.*pip install 'vllm>=0.32,<0.34'"
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    with current(**ROWS), pytest.raises(UnsupportedError, match=message):
+        plugin.CPU_ATTN  # noqa: B018
+    with current():  # without rows it is none of our business
         plugin.CPU_ATTN  # noqa: B018

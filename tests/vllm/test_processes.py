@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from engine_reference import check_answers
 from example_plan import example_plan
 from transformers import AutoConfig, LlamaConfig
-from vllm_engines import MOST_MOVE, ROOT, SIZES, engine, generate, random_model
+from vllm_engines import MODEL, ROOT, SIZES, random_model, random_prompts
 from vllm_server import PATIENCE, process
-from vllm_texts import Text, check_alike
+from vllm_texts import Text, as_tokens
 
 from kvquant import CachePlan
+from kvquant.engine.settings import Settings
 from kvquant.io.model_id import model_identity
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -31,44 +33,39 @@ def bases_of(model):
 if __name__ == "__main__":
     from generate import bases_of  # this file: vLLM sends functions by their names
 
-    options, prompts, tokens = json.loads(sys.argv[1])
-    how = dict(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=5, detokenize=False)
+    options, prompts = json.loads(sys.argv[1])
+    how = dict(max_tokens=8, temperature=0, ignore_eos=True, logprobs=5, detokenize=False)
     llm = LLM(**options)
-    done = [Text.of(request.outputs[0]) for request in llm.generate(prompts, SamplingParams(**how))]
-    print("FOUND", json.dumps([done, llm.apply_model(bases_of)]))
+    done = llm.generate(prompts, SamplingParams(**how))
+    texts = [text for request in done for text in Text.all_of(request)]
+    print("FOUND", json.dumps([texts, llm.apply_model(bases_of)]))
 """
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """Not here: vLLM reads what it has not written, and throws it away."""
-
-
-def test_the_second_model_runner_gives_what_its_own_attention_gives(tmp_path: Path) -> None:
-    """vLLM's choice on GPUs; here with prompts in chunks, and with a draft model."""
-    log = tmp_path / "log"
-    script = ROOT / "tests" / "support" / "model_runner_v2.py"
-    with process([sys.executable, str(script)], log) as running:
+def found_by(command: list[str], log: Path) -> Any:
+    """What a script prints behind FOUND."""
+    with process([sys.executable, *command], log) as running:
         code = running.wait(timeout=PATIENCE)
     printed = log.read_text()
     assert code == 0, printed[-3000:]
-    lines = [line.partition("FOUND ")[2] for line in printed.splitlines() if "FOUND" in line]
-    kinds, texts, counts = zip(*map(json.loads, lines), strict=True)
-    assert all("vllm.v1.worker.gpu.model_runner" in one for one in kinds)
-    wanted, *others = ([Text.parse(one) for one in of_engine] for of_engine in texts)
-    for found in others:
-        check_alike(found, wanted, MOST_MOVE)
-    drafted, accepted = counts[2]
+    (line,) = [line for line in printed.splitlines() if "FOUND" in line]
+    return json.loads(line.partition("FOUND ")[2])
+
+
+def test_the_second_model_runner_gives_what_the_same_rows_give(tmp_path: Path) -> None:
+    """vLLM's choice on GPUs; here with prompts in chunks, and a draft model beside them."""
+    script = ROOT / "tests" / "support" / "model_runner_v2.py"
+    rows, prompts, kinds, texts, counts = found_by([str(script)], tmp_path / "log")
+    assert "vllm.v1.worker.gpu.model_runner" in kinds
+    check_answers(Settings.parse(rows), prompts, [Text.parse(one) for one in texts], MODEL)
+    drafted, accepted = counts
     # the model drafts for itself, and drafts other tokens than it chooses at near ties alone
     assert drafted > 30 and accepted > 0.8 * drafted
 
 
-def test_two_ranks_have_the_bases_of_their_heads_and_give_what_one_gives(tmp_path: Path) -> None:
+def test_two_ranks_have_the_bases_of_their_heads(tmp_path: Path) -> None:
     model = random_model(tmp_path / "model", LlamaConfig(**SIZES))
     plan = example_plan(2, 2, 64)
-    torch.manual_seed(
-        1
-    )  # with others two tokens may be equally likely, and ranks sum in another order
     plan.tensors["k.offset"][:] = 0.1 * torch.randn(2, 2, 64)
     layers, config = plan.facts["layers"], AutoConfig.from_pretrained(model).to_dict()
     layers[-1] = layers[0]  # none is kept in 16 bit
@@ -82,20 +79,12 @@ def test_two_ranks_have_the_bases_of_their_heads_and_give_what_one_gives(tmp_pat
         "max_num_seqs": 4,
         "skip_tokenizer_init": True,
     }
-    prompts = [{"prompt_token_ids": [7 * i * i % 256 for i in range(n)]} for n in (90, 33)]
-    tokens, log, script = 8, tmp_path / "log", tmp_path / "generate.py"
-    with engine(rows, **options) as llm:
-        one = generate(llm, prompts, tokens, detokenize=False)
+    prompts, script = random_prompts(90, 33), tmp_path / "generate.py"
     script.write_text(GENERATE)
     options |= {"tensor_parallel_size": 2, "additional_config": {"kvquant": rows}}
-    command = [sys.executable, str(script), json.dumps([options, prompts, tokens])]
-    with process(command, log) as running:
-        code = running.wait(timeout=PATIENCE)
-    printed = log.read_text()
-    assert code == 0, printed[-3000:]
-    (line,) = [line for line in printed.splitlines() if "FOUND" in line]
-    found, bases = json.loads(line.partition("FOUND ")[2])
-    assert [Text.parse(text).ids for text in found] == [text.ids for text in one]
+    given = json.dumps([options, as_tokens(prompts)])
+    texts, bases = found_by([str(script), given], tmp_path / "log")
+    check_answers(Settings.parse(rows), prompts, [Text.parse(one) for one in texts], model)
     heads = [CachePlan.load(tmp_path / "plan").of_heads([head]).layers for head in range(2)]
     assert bases == [[[basis.fingerprint for basis in layer] for layer in own] for own in heads]
     assert bases[0] != bases[1]

@@ -24,11 +24,11 @@ def layer(given: dict[str, Any], **options: Any) -> Any:
     """An attention layer of vLLM, as far as it is asked."""
     from vllm.v1.attention.backend import AttentionType
 
-    from kvquant.vllm.backend import Request, backend_of
+    from kvquant.vllm.backend import KVQuantBackend, Request, backend_of
 
     impl = SimpleNamespace(is_draft=False, scale=0.1, variant=lambda device: AttentionVariant())
     usual = {
-        "attn_backend": backend_of("CPU_ATTN", Request.of(given)),
+        "attn_backend": backend_of(KVQuantBackend, "CPU_ATTN", Request.of(given)),
         "attn_type": AttentionType.DECODER,
         "kv_sharing_target_layer_name": None,
         "kv_cache_dtype": "auto",

@@ -46,11 +46,6 @@ OFFLOADING = {
 CONNECTOR = ["--kv-transfer-config", json.dumps(OFFLOADING)]
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """Not here: vLLM reads what it has not written, and throws it away."""
-
-
 class Served:
     """A server, as a client sees it."""
 

@@ -27,7 +27,7 @@ python-multipart pyzmq referencing rpds-py setproctitle sniffio starlette==1.10.
 typing-inspection uvicorn watchfiles
 """.split()
 # Packages that these require. No engine or server that the tests start imports them
-# (test_engines_start_without_what_the_pack_leaves_out).
+# (test_cuda_platform.py).
 NOT_NEEDED = """
 anthropic apache-tvm-ffi fastsafetensors flashinfer-python humming-kernels instanttensor llguidance
 lm-format-enforcer mcp mistral-common nvidia-cudnn-frontend nvidia-cutlass-dsl nvtx
