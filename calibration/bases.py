@@ -24,7 +24,6 @@ import torch
 
 from kvquant.rows.basis import Basis
 from kvquant.rows.quantize import feedback_matrix
-from kvquant.rows.rotation import block_size, rotate
 
 from .moments import LayerMoments
 
@@ -66,8 +65,12 @@ def spreading(dim: int) -> torch.Tensor:
     sqrt(dim): singular values are sorted, so blocks of Hadamard's would mix directions of like size
     only.
     """
-    if block_size(dim) == dim:
-        return rotate(torch.eye(dim, dtype=torch.float32, device="cpu")).double()
+    if dim & -dim == dim:
+        hadamard = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        while len(hadamard) < dim:
+            above = torch.cat([hadamard, hadamard], 1)
+            hadamard = torch.cat([above, torch.cat([hadamard, -hadamard], 1)])
+        return (hadamard * (1 / math.sqrt(dim))).double()
     place = torch.arange(dim, dtype=torch.float64, device="cpu")
     angles = (place[:, None] * place % dim) * (2 * math.pi / dim)
     return (angles.cos() + angles.sin()) / math.sqrt(dim)
@@ -133,14 +136,12 @@ def candidates(
     nearest = {
         "plain": Basis(torch.zeros_like(offset)),
         "offset": Basis(offset),
-        "hadamard": Basis(offset, "hadamard"),
-        "matrix": Basis(offset, "matrix", matrix),
+        "matrix": Basis(offset, matrix),
     }
     fed = {
         "offset": nearest["offset"],
-        "hadamard": nearest["hadamard"],
-        "matrix": Basis(offset, "matrix", fed_matrix.float()),
-        "mixed": Basis(offset, "matrix", mixed.float()),
+        "matrix": Basis(offset, fed_matrix.float()),
+        "mixed": Basis(offset, mixed.float()),
     }
     return nearest | {
         f"{name}+feedback": with_feedback(basis, weights[side]) for name, basis in fed.items()
@@ -153,9 +154,7 @@ def with_feedback(basis: Basis, weights: torch.Tensor) -> Basis:
     if basis.matrix is not None:
         matrix = basis.matrix.double()
         weights = matrix.mT @ weights @ matrix
-    matrix_of_kind = basis.matrix if basis.kind == "matrix" else None
-    feedback = feedback_matrix(weights).float()
-    return Basis(basis.offset, basis.kind, matrix_of_kind, basis.clip, feedback)
+    return Basis(basis.offset, basis.matrix, basis.clip, feedback_matrix(weights).float())
 
 
 def _power(moment: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated
-from kvquant.ops.transform import encode_rows
 from kvquant.rows.basis import Basis
 from kvquant.rows.format import RowFormat
 
@@ -73,8 +72,7 @@ class ErrorMeter:
 
 def stored_rows(x: torch.Tensor, basis: Basis, fmt: RowFormat) -> torch.Tensor:
     """Rows [batch, num_kv_heads, tokens, head_dim] as a cache stores them in a basis."""
-    encoded = encode_rows(x, basis)
-    return quantize_calibrated(encoded, fmt, clip=basis.clip, feedback=basis.feedback)
+    return quantize_calibrated(basis.encode(x), fmt, clip=basis.clip, feedback=basis.feedback)
 
 
 @dataclass

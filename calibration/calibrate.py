@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 
-from kvquant.errors import (
-    ConfigError,
-    NonFiniteError,
-    UnsupportedModelError,
-    refuse,
-    shown,
-)
+from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError, refuse, shown
 from kvquant.hf.model import CachedModel, as_cached_model
 from kvquant.hf.models.configs import CacheLayers, cache_layers
 from kvquant.hf.models.loading import tokenizer_of
@@ -29,7 +23,7 @@ from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.rows.arguments import check_kind, check_size
 from kvquant.rows.codec import FP8_DS_MLA, FP16_MAX
-from kvquant.rows.format import HEAD_DIMS, RowFormat
+from kvquant.rows.format import HEAD_DIMS, RowFormat, mean_bits
 from kvquant.rows.latent import LatentFormat
 
 from .basis_search import BASE_FORMAT, BATCH, Chosen, choose
@@ -152,8 +146,7 @@ class _Rows:
         return RowFormat.parse(k_name, self.k_dim), RowFormat.parse(v_name, self.v_dim)
 
     def bits(self, k_name: str, v_name: str) -> float:
-        row_bytes = sum(fmt.row_bytes for fmt in self.pair(k_name, v_name))
-        return 8 * row_bytes / (self.k_dim + self.v_dim)
+        return mean_bits(self.pair(k_name, v_name))
 
     def names_of(self, name: str) -> tuple[str, str]:
         """The formats of K and of V that a format of all layers stands for."""
@@ -258,7 +251,7 @@ def calibrate(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
         )
     goal = goal or Goal(format=LATENT_FORMAT if layers.are_latent else BASE_FORMAT)
-    _check_goal(model, goal, layers, tokens is not None)
+    _check_goal(model, goal, layers, not zero_data or held is not None)
     if sizes is None:
         longest = Sizes.context + Sizes.scored + 1
         beyond = max(longest - (model.max_positions or longest), 0)
@@ -348,9 +341,7 @@ def _windows(
 
 
 def observe(
-    model: CachedModel,
-    windows: torch.Tensor,
-    progress: Report = lambda stage, share: None,
+    model: CachedModel, windows: torch.Tensor, progress: Report = lambda stage, share: None
 ) -> Moments:
     """The moments of a text, window by window; see calibrate."""
     moments = Moments()
@@ -380,51 +371,33 @@ def _assembled(
     """Make the plan, with the same formats for all layers and nothing measured yet."""
     order = sorted(chosen)
     tensors: dict[str, torch.Tensor] = {}
+    names = [*chosen[order[0]]["k"].clips]
     for side in "kv":
-        per_layer = [_plan_tensors(chosen[layer][side]) for layer in order]
-        for name in per_layer[0]:
-            tensors[f"{side}.{name}"] = torch.stack([each[name].float() for each in per_layer])
-        bases = [chosen[layer][side].basis for layer in order]
-        if all(basis.kind != "matrix" for basis in bases):
-            del tensors[f"{side}.matrix"]
-        if all(basis.feedback is None for basis in bases):
-            del tensors[f"{side}.feedback"]
+        each = [chosen[layer][side] for layer in order]
+        parts: dict[str, list[torch.Tensor | None]] = {
+            "offset": [one.basis.offset for one in each],
+            "matrix": [one.basis.matrix for one in each],
+            "feedback": [one.basis.feedback for one in each],
+            **{f"clip.{name}": [one.clips[name] for one in each] for name in names},
+        }
+        eye = torch.eye(each[0].basis.offset.shape[1], dtype=torch.float32, device="cpu")
+        eyes = eye.expand(len(each[0].basis.offset), -1, -1)  # of the layers without a matrix
+        for name, of_layers in parts.items():
+            if any(part is not None for part in of_layers):
+                whole = [eyes if part is None else part.cpu().float() for part in of_layers]
+                tensors[f"{side}.{name}"] = torch.stack(whole)
     layers = []
     for layer in order:
         entry: dict[str, Any] = {"kept": kept.get(layer)}
         for side, name in zip("kv", start, strict=True):
             basis = chosen[layer][side].basis
             rounding = "nearest" if basis.feedback is None else "feedback"
-            entry[side] = {
-                "format": exact if layer in kept else name,
-                "basis": "none" if layer in kept else basis.kind,
-                "rounding": "nearest" if layer in kept else rounding,
-            }
+            entry[side] = {"format": name, "basis": basis.kind, "rounding": rounding}
+            if layer in kept:
+                entry[side] = {"format": exact, "basis": "none", "rounding": "nearest"}
         layers.append(entry)
-    clips = next(iter(chosen[order[0]].values())).clips
-    whole = {
-        **facts,
-        "layers": layers,
-        "candidates": list(clips),
-        "measured": None,
-    }
-    plan = CachePlan(whole, tensors)
-    return CachePlan(whole | {"bits": plan.bits}, plan.tensors)
-
-
-def _plan_tensors(chosen: Chosen) -> dict[str, torch.Tensor]:
-    """The tensors of one side of one layer by their names in CachePlan, without "k."."""
-    basis = chosen.basis
-    heads, dim = basis.offset.shape
-    eye = torch.eye(dim, dtype=torch.float32, device="cpu").expand(heads, dim, dim)
-    return {
-        "offset": basis.offset.cpu(),
-        "matrix": basis.matrix.cpu()
-        if basis.kind == "matrix" and basis.matrix is not None
-        else eye,
-        "feedback": eye if basis.feedback is None else basis.feedback.cpu(),
-        **{f"clip.{name}": clip for name, clip in chosen.clips.items()},
-    }
+    found = {**facts, "layers": layers, "candidates": names, "measured": None}
+    return CachePlan(found | {"bits": CachePlan(found, tensors).bits}, tensors)
 
 
 def _decided(
@@ -528,10 +501,7 @@ def _decided(
 
 
 def _windowed(
-    measure: Callable[[Planned], Fidelity],
-    plan: CachePlan,
-    sizes: Sizes,
-    window: tuple[int, int],
+    measure: Callable[[Planned], Fidelity], plan: CachePlan, sizes: Sizes, window: tuple[int, int]
 ) -> dict[str, Any] | None:
     """What the plan keeps with a window of 16-bit tokens; None without one to measure."""
     if not 0 < sum(window) < sizes.context:
@@ -578,10 +548,7 @@ def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers, has_text: b
 
 
 def _costs(
-    chosen: Chosen,
-    alone: float,
-    start: str,
-    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+    chosen: Chosen, alone: float, start: str, formats: Mapping[str, tuple[RowFormat, RowFormat]]
 ) -> dict[str, float]:
     """The KL of one side in every format, from that in the one it was measured in."""
     errors = {

@@ -8,7 +8,7 @@ from typing import Any
 from kvquant.io.plan import CachePlan
 from kvquant.report import page
 from kvquant.report.page import Section, Table
-from kvquant.text import Column, count_text, spans
+from kvquant.text import Column, count_text, number, spans
 
 from . import figures
 from .fidelity import with_window
@@ -99,15 +99,14 @@ def _comparison(plan: CachePlan) -> Table:
 
 
 def _row(name: str, bits: float, found: Mapping[str, Any]) -> list[str]:
-    error = found["kl_error"]
     return [
         name,
         f"{bits:.2f}",
         f"{max(found['kl'], 0.0):.5f}",
-        "-" if error is None else f"{error:.5f}",
+        number(found["kl_error"], ".5f"),
         f"{100 * found['top1']:.2f}",
         f"{found['perplexity']:.3f}",
-        judge(found["kl"], error),
+        judge(found["kl"], found["kl_error"]),
     ]
 
 

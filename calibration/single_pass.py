@@ -16,12 +16,12 @@ import torch
 from kvquant.errors import NonFiniteError
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import CacheLayers
-from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
-from kvquant.ops.transform import encode_rows
+from kvquant.ops.quantize import dequantize_rows, quantize_rows
 from kvquant.rows.defaults import DEFAULT, default_format
-from kvquant.rows.format import RowFormat
+from kvquant.rows.format import RowFormat, mean_bits
 from kvquant.rows.quantize import EXACT_DTYPES
 
+from .basis_search import stored_rows
 from .fidelity import (
     Fidelity,
     Planned,
@@ -104,10 +104,7 @@ class PassReference:
                 if fmt.is_exact:  # what came is rounded to it already
                     return x
                 basis = getattr(plan.layers[place], side).to(x.device)
-                stored = quantize_calibrated(
-                    encode_rows(x, basis), fmt, clip=basis.clip, feedback=basis.feedback
-                )
-                read: torch.Tensor = basis.decode(dequantize_rows(stored, fmt))
+                read: torch.Tensor = basis.decode(dequantize_rows(stored_rows(x, basis, fmt), fmt))
                 if not bool(read.isfinite().all()):
                     raise NonFiniteError(
                         f"{side.upper()} of layer {layers[place]} is NaN, Inf or goes beyond what "
@@ -123,8 +120,7 @@ class PassReference:
                 )
 
             rows = [format_of(side, dim) for (_, side), dim in self._dims.items()]
-            elements = sum(fmt.head_dim for fmt in rows)  # none where no layer is held
-            bits = 8 * sum(fmt.row_bytes for fmt in rows) / elements if rows else 16.0
+            bits = mean_bits(rows) if rows else 16.0  # no layer is held
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
                 fmt = format_of(side, x.shape[-1])

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from io import StringIO
@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
-    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -112,9 +111,9 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
-def number(value: float | None) -> str:
-    """Three digits; "-" for None."""
-    return "-" if value is None else f"{value:.3g}"
+def number(value: float | None, form: str = ".3g", unit: str = "") -> str:
+    """A number in a form, by default of three digits, with its unit; "-" for None."""
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def printable(text: str) -> str:
@@ -187,32 +186,25 @@ def progress(
         yield _lines(length, label, line or _print)
         return
     outer = _shown.get()
-    if outer is not None:
-        task = outer.add_task(label, total=length)
-        try:
-            yield _mover(outer, task, label)
-        finally:
-            outer.remove_task(task)
-        return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        token = _shown.set(bars)
+    own = Progress(*columns, console=Console(stderr=True)) if outer is None else nullcontext(outer)
+    with own as bars:
+        token, task = _shown.set(bars), bars.add_task(label, total=length)
+
+        def update(amount: int, stage: str | None = None) -> None:
+            bars.update(task, advance=amount, description=f"{label}: {stage}" if stage else label)
+
         try:
-            yield _mover(bars, bars.add_task(label, total=length), label)
+            yield update
         finally:
             _shown.reset(token)
-
-
-def _mover(bars: Progress, task: TaskID, label: str) -> Callable[..., None]:
-    def update(amount: int, stage: str | None = None) -> None:
-        bars.update(task, advance=amount, description=f"{label}: {stage}" if stage else label)
-
-    return update
+            if outer is not None:
+                outer.remove_task(task)
 
 
 def _print(text: str) -> None:

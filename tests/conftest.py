@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
@@ -22,6 +23,8 @@ from relative_l2 import relative_l2
 
 if TYPE_CHECKING:
     from fake_cuda import FakeDriver
+
+    from kvquant.hf.model import CachedModel
 
 gc.disable()  # until tests are collected: what they import stays
 pytest.register_assert_rewrite("cuda_cases", "mla_calls")
@@ -155,6 +158,22 @@ def _compiled_by_other_files() -> Iterator[None]:
 @pytest.fixture(name="relative_l2")
 def _relative_l2() -> Callable[[torch.Tensor, torch.Tensor], float]:
     return relative_l2
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    """The model of the demo."""
+    from kvquant.cli.demo import MODEL
+    from kvquant.hf.model import CachedModel
+
+    return CachedModel.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def text(model: CachedModel) -> list[int]:
+    """Token ids of a text that the demo's model has not read."""
+    path = Path(__file__).parents[1] / "examples" / "unseen.txt"
+    return model.encode(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture

@@ -60,14 +60,7 @@ from kvquant.rows import format as formats
 from kvquant.rows import latent
 from kvquant.rows.codec import CODECS, FP16_MAX, Codec
 from kvquant.rows.format import RowFormat
-from kvquant.rows.quantize import (
-    dequantize,
-    feedback_matrix,
-    pack,
-    parameters,
-    quantize,
-    unpack,
-)
+from kvquant.rows.quantize import dequantize, feedback_matrix, pack, parameters, quantize, unpack
 
 ROOT = Path(__file__).parents[1]
 DIM, TOKENS = 64, 20

@@ -33,17 +33,9 @@ from kvquant.calibration.fidelity import Scheme, options_of
 
 DIM = 64  # head_dim of the tiny model
 Names = tuple[str, str]
-GIVEN: list[dict[str, Any]] = [
-    {},
-    {"k_format": "int8"},
-    {"v_format": "int8"},
-    {"k_format": "int4", "v_format": "int4-g2"},
-]
-WINDOWS: list[dict[str, Any]] = [
-    {},
-    {"sink_len": 0, "recent_len": 0},
-    {"sink_len": 4, "recent_len": 64},
-]
+GIVEN: list[dict[str, Any]] = [{}, {"k_format": "int8"}, {"v_format": "int8"}]
+GIVEN += [{"k_format": "int4", "v_format": "int4-g2"}]
+WINDOWS = [{}, {"sink_len": 0, "recent_len": 0}, {"sink_len": 4, "recent_len": 64}]
 
 
 def expected(given: dict[str, Any], sink_len: int = 4, recent_len: int = 128) -> Names:
@@ -86,7 +78,7 @@ def cached_model(given: dict[str, Any]) -> Names:
     return of_cache(tiny_model("Llama").new_cache(1, 256, accept_loss=True, **given))
 
 
-def text_of_a_cache(given: dict[str, Any]) -> Names:
+def of_a_text(given: dict[str, Any]) -> Names:
     """As kvquant evaluate, check and lm-eval make them."""
     names = [given.get(name, "default") for name in ("k_format", "v_format")]
     text = "/".join(names)
@@ -105,14 +97,7 @@ def of_files(given: dict[str, Any], folder: Path) -> Names:
 
 DOORS: dict[str, Callable[[dict[str, Any]], Names]] = {
     one.__name__: one
-    for one in (
-        contiguous,
-        paged,
-        paged_for_model,
-        transformers_cache,
-        cached_model,
-        text_of_a_cache,
-    )
+    for one in (contiguous, paged, paged_for_model, transformers_cache, cached_model, of_a_text)
 }
 
 

@@ -151,12 +151,6 @@ def test_make_uninstalls_the_old_name_before_it_installs() -> None:
     assert re.search(r"^FORGET_OLD_NAME := .* pip uninstall .*--yes kvquant\b", makefile, re.M)
 
 
-def test_make_says_what_pip_is_doing() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^INSTALL := .ci/install.py$", makefile, re.M)
-    assert makefile.count("$(INSTALL)") == 8 and "pip install" not in makefile
-
-
 def test_a_line_tells_how_far_pip_is() -> None:
     stage = runpy.run_path(str(INSTALL))["stage"]
     for line, words in {

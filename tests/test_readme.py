@@ -40,24 +40,8 @@ MOST_OF_FIDELITY = 3000  # words, those of tables included
 MOST_OF_ALL = 1400  # words of README.md, as wc -w counts them: code and tables, too
 SHOWN = results.shown()
 # numbers with a point that are no measurement: versions, GPUs' compute capabilities, models' sizes
-VERSIONS = {
-    "0.1",
-    "0.2",
-    "0.5",
-    "0.32",
-    "1.5",
-    "2.6",
-    "2.11",
-    "2.13",
-    "3.10",
-    "3.11",
-    "3.12",
-    "3.13",
-    "5.14",
-    "5.17",
-    "5.24",
-}
-VERSIONS |= {"8.0", "8.9", "9.0", "10.0"}
+VERSIONS = "0.1 0.2 0.5 0.32 1.5 2.6 2.11 2.13 3.10 3.11 3.12 3.13 5.14 5.17 5.24".split()
+VERSIONS += "8.0 8.9 9.0 10.0".split()
 UNITS = r"times|x|[mu]?s|seconds?|minutes?|[KMG]i?B(?:/s)?|%|nats|tokens/s"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # tests have no network: another model stands for it
 COMMANDS = (ROOT / "kvquant" / "cli" / "README.md").read_text(encoding="utf-8")
@@ -89,15 +73,8 @@ def test_each_piece_of_python_runs_alone(
 
 
 # a number that costs time, and one that does not
-LESS = {
-    "4096": "512",
-    "512": "128",
-    "256": "64",
-    "32": "8",
-    "2000": "300",
-    "2048": "64",
-    "0.5": "0.02",
-}
+LESS = {"4096": "512", "512": "128", "256": "64", "32": "8", "2000": "300", "2048": "64"}
+LESS |= {"0.5": "0.02"}
 
 
 @pytest.mark.extra("hf", "report")

@@ -132,11 +132,7 @@ ORDERS = [
     ((3, 5, 4, 64), (3, 5, 2, 64), "the heads before the tokens: give k.transpose(1, 2)"),
     ((3, 4, 5, 64), (3, 2, 5, 64), "Tokens come before heads in q: give q.transpose(1, 2)"),
     ((3, 2, 5, 64), (3, 2, 5, 64), "Tokens come before heads in q: give q.transpose(1, 2)"),
-    (
-        (3, 5, 4, 64),
-        (3, 2, 6, 64),
-        "k is [3, 2, 6, 64], of 6 new tokens, and q [3, 5, 4, 64] has 5",
-    ),
+    ((3, 5, 4, 64), (3, 2, 6, 64), "k is [3, 2, 6, 64], of 6 new tokens, and q [3, 5, 4, 64] has"),
 ]
 
 
@@ -147,25 +143,14 @@ def bad_steps(*, rank: bool = False) -> Table:
         ((9, q, k, k), {}, "ConfigError: layer 9 does not exist"),
         ((0, q[:, :3], k, k), {}, "ShapeError: num_q_heads a multiple of 2, or [3, new_tokens"),
         ((0, q[:2], k, k), {}, "ShapeError: q is [2, 4, 64]: it must be [3, num_q_heads, 64]"),
-        (
-            (0, q[..., :48], k, k),
-            {},
-            "ShapeError: q is [3, 4, 48]: it must be [3, num_q_heads, 64]",
-        ),
+        ((0, q[..., :48], k, k), {}, "ShapeError: q is [3, 4, 48]: it must be [3, num_q_heads"),
         ((0, q.double(), k, k), {}, "ConfigError: q is torch.float64: use float32, bfloat16 or fl"),
         ((0, q.long(), k, k), {}, "ConfigError: q is torch.int64"),
         ((0, q, rows(2), rows(2)), {}, "ShapeError: q [3, 4, 64] has 1 of each sequ"),
-        (
-            (0, q, k, bad(math.nan, BATCH, HEADS, 1, DIM)),
-            {},
-            "NonFiniteError: v[2, 1, 0, 63] is nan",
-        ),
+        ((0, q, k, bad(math.nan, BATCH, HEADS, 1, DIM)), {}, "NonFiniteError: v[2, 1, 0, 63] is"),
     ]
     for variant, text in (
-        (
-            AttentionVariant(sink_logits=torch.ones(3)),
-            "ShapeError: sink_logits is [3]: it must be [4]",
-        ),
+        (AttentionVariant(sink_logits=torch.ones(3)), "ShapeError: sink_logits is [3]: it must be"),
         (AttentionVariant(soft_cap=1e5), "ConfigError: soft_cap"),
         (AttentionVariant(alibi_slopes=torch.full((4,), math.nan)), "ConfigError: alibi_slopes"),
         (AttentionVariant(window=3), "UnsupportedError: a variant with window needs positions"),
@@ -273,34 +258,21 @@ def contiguous(**options: Any) -> KVCache:
     return KVCache(LAYERS, BATCH, HEADS, DIM, ROOM, sink_len=2, recent_len=5, **options)
 
 
-def filled_contiguous(**options: Any) -> KVCache:
-    cache = contiguous(**options)
-    for layer in range(LAYERS):
-        cache.append(layer, rows(12), rows(12), [12, 4, 9])
-    return cache
-
-
 def latents() -> LatentKVCache:
     return LatentKVCache(
         LAYERS, BATCH, ROOM, latent_dim=LATENT, rope_dim=ROPE, sink_len=2, recent_len=5
     )
 
 
-def filled_latents() -> LatentKVCache:
-    cache = latents()
-    for layer in range(LAYERS):
-        cache.append(layer, rows(12, heads=1, dim=LATENT), rows(12, heads=1, dim=ROPE), [12, 4, 9])
-    return cache
-
-
 def spread() -> ContextParallelCache:
     return ContextParallelCache(contiguous(), block_len=4)
 
 
-def filled_spread() -> ContextParallelCache:
-    cache = spread()
+def filled(cache: Any) -> Any:
+    """The cache with 12, 4 and 9 tokens."""
+    heads, dims = (1, (LATENT, ROPE)) if isinstance(cache, LatentKVCache) else (HEADS, (DIM, DIM))
     for layer in range(LAYERS):
-        cache.append(layer, rows(12), rows(12), [12, 4, 9])
+        cache.append(layer, *(rows(12, heads=heads, dim=dim) for dim in dims), [12, 4, 9])
     return cache
 
 
@@ -308,13 +280,8 @@ def filled_spread() -> ContextParallelCache:
 # pages of one that has ended, and one for which pages are reserved
 PAGE, SLOTS, MOST = 16, 5, 100
 Batch = PagedBatch | LatentPagedBatch
-SIZES: dict[str, Any] = {
-    "max_num_seqs": SLOTS,
-    "max_seq_len": MOST,
-    "page_size": PAGE,
-    "sink_len": 3,
-    "recent_len": 5,
-}
+SIZES: dict[str, Any] = {"max_num_seqs": SLOTS, "max_seq_len": MOST, "page_size": PAGE}
+SIZES |= {"sink_len": 3, "recent_len": 5}
 
 
 def paged(kind: type[Batch], **options: Any) -> Batch:
@@ -360,10 +327,8 @@ def full(batch: Batch) -> PagedKVCache:
 KV: Any = KVCache(1, 1, 1, DIM, 8)
 ODD: Any = "no"
 NONE, OUT = "ConfigError: no sequence 'x'", "ConfigError: sequence 'out' is swapped out: swap it in"
-NOT_ID, INTEGERS = (
-    "ConfigError: cannot be the id of a new sequence",
-    "ConfigError: tokens must be int",
-)
+NOT_ID = "ConfigError: cannot be the id of a new sequence"
+INTEGERS = "ConfigError: tokens must be int"
 PAGED: Table = table(
     (lambda b: b.cache.allocate("a"), "ConfigError: sequence 'a' exists: free it or use another"),
     (lambda b: b.cache.allocate("out"), NOT_ID),
@@ -371,10 +336,7 @@ PAGED: Table = table(
     (lambda b: b.cache.allocate(("x",)), "ConfigError: give a string or a whole number"),
     *((lambda b, t=t: b.cache.allocate("x", t), INTEGERS) for t in ([0.5], 5, "tokens")),
     (lambda b: b.cache.allocate("x", room=-1), "ConfigError: room -1 is not possible"),
-    (
-        lambda b: b.cache.allocate("x", room=MOST + 1),
-        "ShapeError: room for 101 tokens, max_seq_len",
-    ),
+    (lambda b: b.cache.allocate("x", room=MOST + 1), "ShapeError: room for 101 tokens"),
     (
         lambda b: b.cache.allocate("x", [*range(1000, 1040)], room=MOST),
         "OutOfPagesError: 'x' needs 5 more pages (1 pages of its prefix are there, 1 of these am",
@@ -385,14 +347,8 @@ PAGED: Table = table(
     (lambda b: b.cache.fork("a", "a"), "ConfigError: sequence 'a' exists"),
     (lambda b: b.cache.fork("out", "y"), OUT),
     (lambda b: b.cache.truncate("x", 0), NONE),
-    (
-        lambda b: b.cache.truncate("a", -1),
-        "ShapeError: has 40 tokens: it cannot be truncated to -1",
-    ),
-    (
-        lambda b: b.cache.truncate("a", 41),
-        "ShapeError: has 40 tokens: it cannot be truncated to 41",
-    ),
+    (lambda b: b.cache.truncate("a", -1), "ShapeError: has 40 tokens: it cannot be truncated to"),
+    (lambda b: b.cache.truncate("a", 41), "ShapeError: has 40 tokens: it cannot be truncated to"),
     *(
         (lambda b, n=n: b.cache.truncate("a", n), f"ConfigError: length {n!r} is not possible: use")
         for n in (0.5, 1.5, "1", None, True)
@@ -430,10 +386,7 @@ PAGED: Table = table(
     ),
     (lambda b: b.extend(["a", "x"]).__enter__(), NONE),
     (lambda b: b.extend(["a", "out"]).__enter__(), OUT),
-    (
-        lambda b: b.extend(["a", "a"]).__enter__(),
-        "ConfigError: ['a', 'a'] name one twice: name each",
-    ),
+    (lambda b: b.extend(["a", "a"]).__enter__(), "ConfigError: ['a', 'a'] name one twice: name"),
     (lambda b: b.extend("ab").__enter__(), "ConfigError: ids is the text 'ab': give a list of ids"),
     (lambda b: b.extend(3).__enter__(), "ConfigError: ids is 3: give a list of ids"),
     (lambda b: b.extend(["a", "b"], [1, -1]).__enter__(), "ShapeError: give one >= 0 for each"),
@@ -448,33 +401,17 @@ PAGED: Table = table(
         )
     ),
     (lambda b: b.extend(list("abcd")).__enter__(), "ShapeError: 4 sequences and 4 tokens: the bat"),
-    (
-        lambda b: b.extend(["a", "b"], 31).__enter__(),
-        "ShapeError: the batch has places for 3 and 60",
-    ),
-    (
-        lambda b: b.extend(["b"], 58).__enter__(),
-        "ShapeError: 'b' would grow to 101 tokens, max_seq_len is 100",
-    ),
-    (
-        lambda b: b.extend(["a", "b"], 2, [1, 2, 3]).__enter__(),
-        "ShapeError: 3 tokens for counts that add up to 4",
-    ),
+    (lambda b: b.extend(["a", "b"], 31).__enter__(), "ShapeError: the batch has places for 3 and"),
+    (lambda b: b.extend(["b"], 58).__enter__(), "ShapeError: 'b' would grow to 101 tokens"),
+    (lambda b: b.extend(["a", "b"], 2, [1, 2, 3]).__enter__(), "ShapeError: 3 tokens for counts"),
     (lambda b: b.extend(["a"], 1, [0.5]).__enter__(), INTEGERS),
     (lambda b: b.extend(["a"], 1, ["x"]).__enter__(), INTEGERS),
     *(
         (use, "ConfigError: no step of this batch is open: append and attend inside `with batch.ex")
-        for use in (
-            lambda b: b.append(0, *new_tokens(b, 3)),
-            lambda b: attend(b),
-            lambda b: step(b),
-        )
+        for use in (lambda b: append(b, 3, 0), lambda b: attend(b), lambda b: step(b))
     ),
     (lambda b: save_sequences(b.cache, "a", "x.safetensors"), "ConfigError: the text 'a'"),
-    (
-        lambda b: save_sequences(KV, ["a"], "x.safetensors"),
-        "ConfigError: save_cache saves a KVCache",
-    ),
+    (lambda b: save_sequences(KV, ["a"], "x.safetensors"), "ConfigError: save_cache saves a"),
     (lambda b: save_cache(b.cache, "x.safetensors"), "ConfigError: save_sequences saves those"),
     (lambda b: load_sequences(KV, "x.safetensors"), "ConfigError: load_cache reads a KVCache"),
     (lambda b: load_sequences(b.cache, "x", ids=ODD), "ConfigError: a dict of new ids by saved"),
@@ -531,15 +468,9 @@ def angles(num_tokens: int, rotary_dim: int) -> Rope:
 
 # in the block of a step of five tokens, which were appended to layer 0 and not to layer 1
 IN_STEP: Table = table(
-    (
-        lambda b: append(b, layer=9),
-        "ConfigError: layer 9 does not exist: the cache has layers 0 to",
-    ),
+    (lambda b: append(b, layer=9), "ConfigError: layer 9 does not exist: the cache has layers 0"),
     (lambda b: append(b, layer="0"), "ConfigError: layer '0' does not exist"),
-    (
-        lambda b: append(b, layer=0),
-        "ConfigError: layer 0 was appended to in this step: give all its",
-    ),
+    (lambda b: append(b, layer=0), "ConfigError: layer 0 was appended to in this step: give all"),
     (lambda b: append(b, 4), "ShapeError: has 4 tokens, the step 5 and the batch places for 60"),
     (lambda b: append(b, 61), "ShapeError: has 61 tokens, the step 5"),
     *(
@@ -553,24 +484,12 @@ IN_STEP: Table = table(
             (lambda k, v: (k[:, 0], v[:, 0]), "ShapeError: it must be [num_tokens"),
             (lambda k, v: (k[..., :16], v), "ShapeError: , 16]: rows of the cache have"),
             (lambda k, v: (k, v[..., :16]), "ShapeError: , 16]: rows of the cache have"),
-            (
-                lambda k, v: (k.repeat(1, 3, 1), v.repeat(1, 3, 1)),
-                "ShapeError: KV heads, ",
-            ),
-            (
-                lambda k, v: (k, v[:3]),
-                "ShapeError: both must be [num_tokens, num_kv_heads, head_dim]",
-            ),
+            (lambda k, v: (k.repeat(1, 3, 1), v.repeat(1, 3, 1)), "ShapeError: KV heads, "),
+            (lambda k, v: (k, v[:3]), "ShapeError: both must be [num_tokens, num_kv_heads"),
             (lambda k, v: (k, v.flatten(1)), "ShapeError: both must be [num_tokens"),
-            (
-                lambda k, v: (k.double(), v),
-                "ConfigError: use float32, bfloat16 or float16",
-            ),
+            (lambda k, v: (k.double(), v), "ConfigError: use float32, bfloat16 or float16"),
             (lambda k, v: (k, v.half()), "ConfigError: is torch.float16: use float32"),
-            (
-                lambda k, v: (torch.cat([k, k], -1)[..., ::2], v),
-                "ShapeError: row must",
-            ),
+            (lambda k, v: (torch.cat([k, k], -1)[..., ::2], v), "ShapeError: row must"),
             (lambda k, v: (k, v.to("meta")), "DeviceError: is on cpu, "),
         )
     ),
@@ -634,6 +553,7 @@ IN_STEP_OF_HEADS: Table = table(
         )
     ),
 )
+NO_RAGGED = "UnsupportedError: latent rows have no ragged queries"
 RAGGED: Any = {"sm_scale": 1.0, "q_indptr": torch.zeros(3, dtype=torch.int32)}
 IN_STEP_OF_LATENTS: Table = table(
     *(
@@ -642,20 +562,11 @@ IN_STEP_OF_LATENTS: Table = table(
             (lambda q, rope: (q, rope[:, :3]), "ShapeError: q_rope [2, 3, 32]: they must be"),
             (lambda q, rope: (q[:0], rope[:0]), "ShapeError: q_latent has 0 rows, the step 2 seq"),
             (lambda q, rope: (q[0], rope[0]), "ShapeError: q_latent is [4, 256]: it must be"),
-            (
-                lambda q, rope: (q.half(), rope),
-                "ConfigError: q_rope is torch.float32: use float16",
-            ),
+            (lambda q, rope: (q.half(), rope), "ConfigError: q_rope is torch.float32: use float16"),
         )
     ),
-    (
-        lambda b: b.attend(0, *latent_queries(), **RAGGED),
-        "UnsupportedError: latent rows have no ragged queries",
-    ),
-    (
-        lambda b: b.step(1, *latent_queries(), *new_tokens(b, 5), **RAGGED),
-        "UnsupportedError: latent rows have no ragged queries",
-    ),
+    (lambda b: b.attend(0, *latent_queries(), **RAGGED), NO_RAGGED),
+    (lambda b: b.step(1, *latent_queries(), *new_tokens(b, 5), **RAGGED), NO_RAGGED),
 )
 
 
@@ -689,12 +600,8 @@ MOVES = table(*REORDERS, *CROPS, *OTHERS)
 RANK_MOVES = table(*REORDERS, *CROPS)
 OF_HEADS = {"append": HEADS_APPENDS, "step": bad_steps(), "attend": attends(QUERY), "": MOVES}
 OF_RANK = {"append": RANK_APPENDS, "step": bad_steps(rank=True), "": RANK_MOVES}
-OF_LATENTS = {
-    "append": LATENT_APPENDS,
-    "step": bad_latent_steps(),
-    "attend": attends(*QUERIES, sm_scale=1.0),
-    "": MOVES,
-}
+OF_LATENTS = {"append": LATENT_APPENDS, "step": bad_latent_steps(), "": MOVES}
+OF_LATENTS["attend"] = attends(*QUERIES, sm_scale=1.0)
 
 
 # the caches of models: two sequences of a small Llama, 9 and 4 tokens, or 9 of each
@@ -754,10 +661,7 @@ OF_MODEL: Table = {
     "prefill: no chunk": (reads(ids(2, 3), chunk=0), "ConfigError"),
     "prefill: more than there is room": (reads(ids(2, 24)), "ShapeError"),
     "step: another batch": (lambda of: of.model.step(of.cache, ids(1, 3)[0]), "ShapeError"),
-    "step: beyond the vocabulary": (
-        lambda of: of.model.step(of.cache, ids(1, 2)[0] + 255),
-        "ConfigError",
-    ),
+    "step: no such token": (lambda of: of.model.step(of.cache, ids(1, 2)[0] + 255), "ConfigError"),
     "generate: another batch": (writes(batch=3), "ShapeError"),
     "generate: no tokens": (writes(0), "ConfigError"),
     "generate: more than there is room": (writes(25), "ShapeError"),
@@ -766,36 +670,24 @@ OF_MODEL: Table = {
 }
 OF_TRANSFORMERS: Table = {
     "crop: no negative number": (lambda of: of.cache.crop(1), "ConfigError"),
-    "reorder: no such place": (
-        lambda of: of.cache.reorder_cache(torch.tensor([0, 2])),
-        "ShapeError",
-    ),
+    "reorder: no place": (lambda of: of.cache.reorder_cache(torch.tensor([0, 2])), "ShapeError"),
     "reorder: too few places": (lambda of: of.cache.reorder_cache(torch.tensor([0])), "ShapeError"),
-    "select: no such place": (
-        lambda of: of.cache.batch_select_indices(torch.tensor([2])),
-        "ShapeError",
-    ),
-    "select: nothing": (
-        lambda of: of.cache.batch_select_indices(torch.tensor([False, False])),
-        "ShapeError",
-    ),
+    "select 2": (lambda of: of.cache.batch_select_indices(torch.tensor([2])), "ShapeError"),
+    "select 0": (lambda of: of.cache.batch_select_indices(torch.tensor([False] * 2)), "ShapeError"),
     "repeat: no times": (lambda of: of.cache.batch_repeat_interleave(0), "ShapeError"),
     "its keys": (lambda of: of.cache.layers[0].keys, "UnsupportedModelError"),
-    "another batch": (
-        lambda of: of.model(ids(3, 9), **of.cache.argument, use_cache=True),
-        "ShapeError",
-    ),
+    "another batch": (lambda of: of.model(ids(3, 9), **of.cache.argument), "ShapeError"),
     "generate: a text that ends before": (
         lambda of: of.model.generate(ids(2, 4), **of.cache.argument, max_new_tokens=2),
         "ConfigError",
     ),
 }
 KINDS: dict[str, tuple[Callable[[], Any], dict[str, Table]]] = {
-    "KVCache": (filled_contiguous, OF_HEADS),
+    "KVCache": (lambda: filled(contiguous()), OF_HEADS),
     "empty KVCache": (contiguous, {"append": HEADS_APPENDS}),
-    "KVCache with windows": (partial(filled_contiguous, windows=[None, 6]), OF_HEADS),
-    "LatentKVCache": (filled_latents, OF_LATENTS),
-    "ContextParallelCache": (filled_spread, OF_RANK),
+    "KVCache with windows": (lambda: filled(contiguous(windows=[None, 6])), OF_HEADS),
+    "LatentKVCache": (lambda: filled(latents()), OF_LATENTS),
+    "ContextParallelCache": (lambda: filled(spread()), OF_RANK),
     "empty ContextParallelCache": (spread, OF_RANK),
     "PagedKVCache": (partial(paged, PagedBatch), {"": PAGED}),
     "PagedKVCache with windows": (partial(paged, PagedBatch, windows=[None, 20]), {"": PAGED}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ def bases() -> list[LayerBasis]:
     feedback = feedback_matrix(matrix.double() @ matrix.double().mT).float()
     clip = torch.full((HEADS,), 0.9, dtype=torch.float32, device=CPU)
     offset = draw(HEADS, DIM, seed=2)
-    turned = Basis(offset, "matrix", matrix, clip, feedback)
-    return [LayerBasis(Basis(offset, "hadamard"), Basis(offset)), LayerBasis(turned, turned)]
+    turned = Basis(offset, matrix, clip, feedback)
+    return [LayerBasis(Basis(offset), Basis(offset)), LayerBasis(turned, turned)]
 
 
 def play(folder: Path, found: Tensors, matrices: list[LayerBasis] | None) -> None:
@@ -65,20 +66,10 @@ def play(folder: Path, found: Tensors, matrices: list[LayerBasis] | None) -> Non
             assert not tensor.requires_grad, name
             found[f"{name} {i}"] = tensor.clone()
 
-    cache = KVCache(
-        2,
-        BATCH,
-        HEADS,
-        DIM,
-        24,
-        v_format="int8",
-        sink_len=1,
-        recent_len=3,
-        exact_format="fp16",
-        device="cpu",
-        bases=matrices,
-        windows=None if matrices else [None, 5],
-    )
+    options: dict[str, Any] = {"v_format": "int8", "sink_len": 1, "recent_len": 3, "device": "cpu"}
+    options |= {"exact_format": "fp16", "bases": matrices}
+    options["windows"] = None if matrices else [None, 5]
+    cache = KVCache(2, BATCH, HEADS, DIM, 24, **options)
     q = draw(BATCH, 4, DIM, seed=3).requires_grad_()
 
     def attend(name: str, one: KVCache = cache) -> None:
@@ -139,25 +130,16 @@ def play_calls(found: Tensors) -> None:
     results += attend_shared(q, prefix, [own], members=members, return_lse=True)
     found_slots = slots_of(lens, lens - lens, None, 3, 8, sink_len=2, recent_len=4)
     results += [slots for slots in found_slots if slots is not None]
-    rotated = Basis(torch.zeros(HEADS, DIM, dtype=torch.float32, device=CPU), "hadamard")
+    moved = Basis(torch.ones(HEADS, DIM, dtype=torch.float32, device=CPU))
     slots = torch.arange(6, device=CPU)
     for backend in ("cpu", "reference"):
-        for given in (None, rotated, bases()[1].k):
+        for given in (None, moved, bases()[1].k):
             pages = torch.zeros(2, 1, HEADS, 6, int4.row_bytes, dtype=torch.uint8, device=CPU)
             bad = torch.zeros(2, dtype=torch.int32, device=CPU)
             new = x[0].transpose(0, 1).clone()
-            append_rows(
-                new,
-                new * float("nan"),
-                pages[0],
-                pages[1],
-                Slots(slots),
-                int4,
-                int4,
-                k_transform=given,
-                bad=bad,
-                backend=backend,
-            )
+            options: Any = {"k_transform": given, "bad": bad, "backend": backend}
+            spoiled = new * float("nan")
+            append_rows(new, spoiled, pages[0], pages[1], Slots(slots), int4, int4, **options)
             results += [*pages, bad, dequantize_pages(pages[0], int4, slots, torch.float16)]
     for i, result in enumerate(results):
         assert not result.requires_grad

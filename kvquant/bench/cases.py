@@ -181,10 +181,8 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
 
 def take_sequences(segment: Segment, first: int, count: int) -> Segment:
     """Some sequences of a segment, in the same memory."""
-    k, v, lens = (
-        x[first : first + count] for x in (segment.k_rows, segment.v_rows, segment.seq_lens)
-    )
-    return Segment(k, v, lens, segment.k_format, segment.v_format)
+    names = "k_rows", "v_rows", "seq_lens"
+    return segment._replace(**{one: getattr(segment, one)[first : first + count] for one in names})
 
 
 def rehearse_case(case: Case) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..text import Column, render_table
+from ..text import Column, number, render_table
 from .cases import LATENT_SCALE, Case, Inputs, check, make_inputs
 from .timer import GIVE_UP, Call, Machine, Timer
 
@@ -97,11 +97,7 @@ def torch_calls(case: Case, inputs: Sequence[Inputs]) -> dict[str, list[Call]]:
 
 
 def sdpa(
-    backend: SDPBackend | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sm_scale: float,
+    backend: SDPBackend | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
 ) -> torch.Tensor:
     """scaled_dot_product_attention by one backend, or by torch's choice."""
     grouped = q.shape[1] != k.shape[1]
@@ -171,15 +167,11 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
         cells = [one["name"], str(one["batch"]), heads, str(one["seq_len"])]
         cells += [f"{one['us']:,.1f}", f"{one['gb_per_s']:,.1f}", f"{one['roof_percent']:.0f} %"]
         if has_rows:
-            cells.append(_number(one["in_a_row_us"], ",.1f"))
-            cells.append(_number(one["in_a_row_roof_percent"], ".0f", " %"))
+            cells.append(number(one["in_a_row_us"], ",.1f"))
+            cells.append(number(one["in_a_row_roof_percent"], ".0f", " %"))
         cells += [f"{one['error']:.1e}", peer.get("name", "none runs")]
         for kind in ("", "in_a_row_") if has_rows else ("",):
-            cells.append(_number(peer.get(f"{kind}us"), ",.1f"))
-            cells.append(_number(peer.get(f"{kind}ratio"), ".2f", "x"))
+            cells.append(number(peer.get(f"{kind}us"), ",.1f"))
+            cells.append(number(peer.get(f"{kind}ratio"), ".2f", "x"))
         lines.append(cells)
     return render_table(columns, lines)
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from .. import rehearsal
-from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
+from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError, shown
 from ..ops.dispatch import kernels_for
 from ..rows.arguments import (
+    MAX_LENGTH,
     check_cuda_scale,
     check_device,
     check_flag,
@@ -25,10 +27,11 @@ from ..rows.arguments import (
 from ..rows.basis import LayerBasis
 from ..rows.defaults import default_format
 from ..rows.format import RowFormat
+from ..rows.kind import LATENT, KeyValue
 from .memory import check_room
 
 if TYPE_CHECKING:
-    from ..io.plan import CachePlan, Plan
+    from ..io.plan import Plan
 
 MANY_LAYERS = 1 << 16  # more than any model has
 LAYER_BYTES = 8192  # of the host, about, for the objects of a layer
@@ -58,13 +61,33 @@ def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
     return numbers.long()
 
 
+def lens_to_keep(seq_lens: int | Counts, present: torch.Tensor) -> torch.Tensor:
+    """[batch] of crop; ShapeError unless 0 to the present lengths. A number is for all."""
+    if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
+        wanted = present.clamp(max=min(max(int(seq_lens), -1), MAX_LENGTH))
+    else:
+        wanted = whole_numbers("seq_lens", seq_lens)
+    if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
+        raise ShapeError(
+            f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
+            "lengths from 0 to the present ones"
+        )
+    return wanted
+
+
 def check_bases(
+    kind: KeyValue,
     bases: Sequence[LayerBasis] | None,
     num_kv_heads: int,
     k_formats: Sequence[RowFormat],
     v_formats: Sequence[RowFormat],
 ) -> Sequence[LayerBasis | None]:
-    """One basis for each layer, or None for each; ConfigError or ShapeError if they do not fit."""
+    """One basis for each layer, or None for each.
+
+    Raises:
+        ConfigError, ShapeError: they do not fit.
+        UnsupportedError: latent rows with feedback.
+    """
     if bases is None:
         return [None] * len(k_formats)
     if not isinstance(bases, Sequence) or not all(isinstance(b, LayerBasis) for b in bases):
@@ -78,18 +101,29 @@ def check_bases(
                     f"the basis of layer {i} is for {list(side.offset.shape)} heads and channels, "
                     f"the cache has {[num_kv_heads, fmt.head_dim]}"
                 )
+    if kind is LATENT:
+        check_no_feedback(bases)
     return bases
 
 
-OF_HEADS = "num_layers", "num_kv_heads", "head_dim", "k_format", "v_format", "bases"
-OF_LATENTS = "num_layers", "fmt", "latent_dim", "rope_dim", "bases"
+def check_no_feedback(bases: Sequence[LayerBasis] | None) -> None:
+    for i, basis in enumerate(bases or ()):
+        if basis.k.feedback is not None or basis.v.feedback is not None:
+            raise UnsupportedError(
+                f"the basis of layer {i} rounds with feedback, and latent rows are rounded to the "
+                "nearest code: leave feedback out"
+            )
 
 
-def plan_for(plan: Plan, options: Collection[str], *, is_latent: bool = False) -> CachePlan:
-    """The plan of a cache (see as_plan); ConfigError for other rows, or decided options."""
+def planned_options(kind: KeyValue, plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a cache of these rows by a plan (see as_plan), with those given.
+
+    Raises:
+        ConfigError: a plan of other rows, or an option that the plan decides.
+    """
     from ..io.plan import as_plan
 
-    found = as_plan(plan)
+    found, is_latent = as_plan(plan), kind is LATENT
     kept = "keys and values of heads", "latent rows"
     whole = "" if is_latent else "Latent"
     if found.is_latent != is_latent:
@@ -98,13 +132,17 @@ def plan_for(plan: Plan, options: Collection[str], *, is_latent: bool = False) -
             f"{whole}KVCache.from_plan or {whole}PagedKVCache.from_plan, or CachedModel.new_cache "
             "of its model"
         )
-    given = [name for name in (OF_LATENTS if is_latent else OF_HEADS) if name in options]
+    sizes = found.num_kv_heads, found.head_dim, found.k_formats, found.v_formats
+    decided = {"num_layers": found.num_layers, **kind.options(*sizes)}
+    given = [name for name in (*decided, "bases") if name in options]
     if given:
         raise ConfigError(
             f"{', '.join(given)} with a plan: a plan says sizes, formats and bases, use "
             "plan.with_formats for other formats"
         )
-    return found
+    if is_latent and "windows" in options:
+        raise ConfigError("latent rows have no windows: leave windows out")
+    return {**decided, "bases": found.layers, **options}  # which are computed now
 
 
 def check_holds(device: torch.device) -> None:
@@ -188,13 +226,6 @@ def devices_of(
     return found
 
 
-def check_num_layers(num_layers: int) -> None:
-    """Raise ConfigError if the host lacks memory for so many layers, before lists of them."""
-    if num_layers > MANY_LAYERS:
-        nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
-        check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
-
-
 def per_layer(
     name: str, formats: object, num_layers: int, parse: Callable[..., Format]
 ) -> list[Format]:
@@ -202,7 +233,9 @@ def per_layer(
 
     It raises ConfigError for no format, another number than layers, or too little memory for them.
     """
-    check_num_layers(num_layers)
+    if num_layers > MANY_LAYERS:  # before there are lists of them
+        nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
+        check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
     if isinstance(formats, str) or not isinstance(formats, Sequence):
         return [parse(formats)] * num_layers
     if len(formats) != num_layers:
@@ -214,23 +247,30 @@ def per_layer(
 
 
 def formats_of(
-    name: str,
-    given: Formats | None,
+    kind: KeyValue,
+    k_format: Formats | None,
+    v_format: Formats | None,
     num_layers: int,
     head_dim: int,
-    *,
     sink_len: int,
     recent_len: int,
-) -> list[RowFormat]:
-    """The formats of K or V of each layer, the default for None; raises as per_layer."""
-    if given is None:
-        given = default_format(name[0], head_dim, sink_len, recent_len)
-    return per_layer(
-        name,
-        given,
-        num_layers,  # a RowFormat may have a head_dim of its own
-        lambda fmt: fmt if isinstance(fmt, RowFormat) else RowFormat.parse(fmt, head_dim),
+) -> tuple[list[RowFormat], list[RowFormat]]:
+    """The formats of K and of V of each layer, defaults for None; raises as per_layer."""
+
+    def parse(fmt: str | RowFormat) -> RowFormat:  # which may have a head_dim of its own
+        return fmt if isinstance(fmt, RowFormat) else RowFormat.parse(fmt, head_dim)
+
+    k, v = (
+        per_layer(
+            f"{side}_format",
+            default_format(side, head_dim, sink_len, recent_len) if given is None else given,
+            num_layers,
+            parse,
+        )
+        for side, given in (("k", k_format), ("v", v_format))
     )
+    kind.check_formats([*k, *v])
+    return k, v
 
 
 def row_formats(

@@ -25,7 +25,7 @@ from ..ops.merge import merge_by_kernels
 from ..rows.arguments import check_kind, check_size, check_tensors
 from ..rows.call import AttentionCall
 from ..rows.variant import AttentionVariant, names_of
-from .checks import Counts, check_layer, check_options, whole_numbers
+from .checks import Counts, check_layer, check_options, lens_to_keep, whole_numbers
 from .contiguous import KVCache
 from .copying import NoShallowCopy
 from .latent import LatentKVCache
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, No, RankOptions, Yes
+    from ..rows.options import No, RankOptions, Yes
 
 BLOCK_LEN = 256  # tokens
 ALIGNMENT = 16  # bytes, of what a rank gives: kernels read as many at a time
@@ -148,22 +148,16 @@ class ContextParallelCache(NoShallowCopy):
         """
         check_layer(layer, self.cache.num_layers)
         check_tensors(k=k, v=v)
-        shape = self.cache.batch, self.cache.num_kv_heads
-        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != shape:
-            raise ShapeError(
-                f"k is {list(k.shape)}, v {list(v.shape)}: give [{shape[0]}, {shape[1]}, "
-                "new_tokens, head_dim]"
-            )
+        counts = self.cache.layers[layer].check_new(k, v, new_lens)
         totals, new = self._totals[layer], k.shape[2]
-        counts: int | torch.Tensor = new
-        if new == 1 and new_lens is None:
+        if new == 1 and counts is None:
             share = self._share[totals % len(self._share)]
         else:
             steps = torch.arange(new, device=totals.device)
             places = totals[:, None] + steps
             is_mine = (places // self.block_len) % self.world_size == self.rank
-            if new_lens is not None:
-                counts = self._counts(new_lens, new)
+            if counts is not None:
+                counts = counts.clamp(0, new)  # those on CUDA are not read
                 is_mine &= steps < counts[:, None]
             share = is_mine.sum(1, dtype=torch.int32)
             if new > 1:  # mine to the front, in their order
@@ -174,26 +168,13 @@ class ContextParallelCache(NoShallowCopy):
                     for x in (k, v)
                 )
         self.cache.append(layer, k, v, share)  # refuses what it cannot take
-        totals += counts
+        totals += new if counts is None else counts
         self._may_hold[layer] |= new > 0
-
-    def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
-        if isinstance(new_lens, torch.Tensor) and new_lens.is_cuda:
-            return new_lens.clamp(0, new_tokens)  # not read
-        counts = whole_numbers("new_lens", new_lens)
-        fits = counts.shape == (self.cache.batch,)
-        if not fits or bool(((counts < 0) | (counts > new_tokens)).any()):
-            raise ShapeError(
-                f"new_lens are {counts.tolist()}: give [{self.cache.batch}] of 0 to {new_tokens}"
-            )
-        return counts.to(self._totals.device)
 
     @overload
     def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[No]]) -> Tensor: ...
     @overload
     def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[Yes]]) -> State: ...
-    @overload
-    def attend(self, layer: int, q: Tensor, **options: Unpack[RankOptions[bool]]) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -327,14 +308,7 @@ class ContextParallelCache(NoShallowCopy):
         Raises:
             ShapeError: as KVCache.crop.
         """
-        held, kept = self.seq_lens.cpu(), whole_numbers("seq_lens", seq_lens)
-        if not kept.ndim:
-            kept = torch.minimum(kept, held)
-        if kept.shape != held.shape or bool(((kept < 0) | (kept > held)).any()):
-            raise ShapeError(
-                f"cannot crop sequences of {held.tolist()} tokens to {kept.tolist()}: give lengths "
-                "from 0 to the present ones"
-            )
+        kept = lens_to_keep(seq_lens, self.seq_lens.cpu())
         mine = [
             self.tokens_of(n, self.rank, self.world_size, self.block_len) for n in kept.tolist()
         ]

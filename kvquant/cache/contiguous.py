@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 
 import torch
 
@@ -20,6 +19,7 @@ from ..rows.basis import LayerBasis
 from ..rows.bound import kind_of
 from ..rows.call import AttentionCall
 from ..rows.codec import check_exact_format
+from ..rows.format import RowFormat
 from ..rows.kind import LATENT
 from ..rows.probe import FEW_BITS, WARNED, combined, divergence_among, loss_of
 from ..rows.quantize import check_dtype, dequantize
@@ -37,7 +37,8 @@ from .checks import (
     check_windows,
     devices_of,
     formats_of,
-    plan_for,
+    lens_to_keep,
+    planned_options,
     whole_numbers,
 )
 from .copying import NoShallowCopy
@@ -47,10 +48,10 @@ from .warmup import warm_up_first
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Self, TypedDict, Unpack
 
     from ..io.plan import Plan
-    from ..rows.options import AttendOptions, Either, Maybe, No, StepOptions, Yes
+    from ..rows.options import AttendOptions, Maybe, No, StepOptions, Yes
 
     class PlanOptions(TypedDict, total=False):
         """Options of KVCache that a plan does not decide."""
@@ -163,29 +164,21 @@ class KVCache(NoShallowCopy):
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         batch = check_size("batch", batch, at_least=1)
-        num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
-        head_dim = check_size("head_dim", head_dim, at_least=1)
-        max_seq_len = check_size("max_seq_len", max_seq_len)
-        sink_len = check_size("sink_len", sink_len)
-        recent_len = check_size("recent_len", recent_len)
-        rollback_len = check_size("rollback_len", rollback_len)
+        self.num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
+        self.head_dim = check_size("head_dim", head_dim, at_least=1)
+        self.max_seq_len = max_seq_len = check_size("max_seq_len", max_seq_len)
+        self.sink_len = check_size("sink_len", sink_len)
+        self.recent_len = check_size("recent_len", recent_len)
+        self.rollback_len = check_size("rollback_len", rollback_len)
         check_exact_format(exact_format)
-        shape = {"sink_len": sink_len, "recent_len": recent_len}
-        k_formats = formats_of("k_format", k_format, num_layers, head_dim, **shape)
-        v_formats = formats_of("v_format", v_format, num_layers, head_dim, **shape)
-        self.LAYER.row_kind.check_formats([*k_formats, *v_formats])
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.max_seq_len = max_seq_len
-        self.sink_len = sink_len
-        self.recent_len = recent_len
-        self.rollback_len = rollback_len
-        self.exact_format = exact_format
+        self.exact_format, kind = exact_format, self.LAYER.row_kind
+        shape = num_layers, self.head_dim, self.sink_len, self.recent_len
+        k_formats, v_formats = formats_of(kind, k_format, v_format, *shape)
         self.devices = devices_of(device, num_layers, or_meta=True)
         self.device = self.devices[0]
         if any(one.type == "cuda" for one in self.devices):
             check_cuda_codecs([*k_formats, *v_formats])
-        checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
+        checked = check_bases(kind, bases, self.num_kv_heads, k_formats, v_formats)
         windows = check_windows(windows, num_layers)
         kinds = list(zip(k_formats, v_formats, checked, windows, self.devices, strict=True))
         nbytes = [self._layer_bytes(batch, max_seq_len, kind) for kind in kinds]
@@ -207,44 +200,45 @@ class KVCache(NoShallowCopy):
         self.changes = 0
         self.is_cold = any(one.type == "cuda" for one in self.devices)
         has_few = min((fmt.bits for fmt in k_formats), default=16) <= FEW_BITS
-        is_plain = bases is None and self.LAYER.row_kind is not LATENT
-        self.compared = dict[int, torch.Tensor]() if has_few and is_plain and recent_len else None
+        is_plain = bases is None and kind is not LATENT
+        self.compared = (
+            dict[int, torch.Tensor]() if has_few and is_plain and self.recent_len else None
+        )
 
     @classmethod
     def from_plan(
         cls, plan: Plan, batch: int, max_seq_len: int, **options: Unpack[PlanOptions]
-    ) -> KVCache:
+    ) -> Self:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
             plan: a plan, or the path of its file, of the model whose keys and values will come
                 (CachePlan.check_model compares). Layer i is the model's layer plan.places[i].
-            batch, max_seq_len: as in KVCache.
-            options: others of KVCache. A plan holds no windows: give windows= (as
-                CachedModel.new_cache).
+            batch, max_seq_len: as in the class.
+            options: others of the class. A plan holds no windows: give windows= (as
+                CachedModel.new_cache); LatentKVCache has none.
 
         Raises:
-            ConfigError: a size that is not possible, or an option that the plan decides.
+            ConfigError: a size that is not possible, an option that the plan decides, or a plan
+                of latent rows (for LatentKVCache: of keys and values of heads).
+            UnsupportedError: as LatentKVCache.
         """
-        plan = plan_for(plan, options)
-        shape = plan.num_layers, batch, plan.num_kv_heads, plan.head_dim, max_seq_len
-        k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
-        return cls(*shape, k_format=k_format, v_format=v_format, bases=bases, **options)
+        planned = planned_options(cls.LAYER.row_kind, plan, cast(Any, options))
+        return cls(batch=batch, max_seq_len=max_seq_len, **planned)
 
     def __repr__(self) -> str:
-        layers = self.layers
-        parts = [f"{len(layers)} layers", f"{self.batch} sequences"]
-        parts += [f"{self.num_kv_heads} KV heads of {self.head_dim}"]
-        parts += [f"max_seq_len {self.max_seq_len}"]
-        for side, formats in (
-            ("K", [layer.k_format for layer in layers]),
-            ("V", [layer.v_format for layer in layers]),
-        ):
-            parts.append(f"{side} " + " or ".join(dict.fromkeys(map(str, formats))))
-        exact = f"{self.exact_format} sinks and recent tokens"
-        parts.append(f"{exact}: {self.sink_len} and {self.recent_len}")
-        parts += ["bases"] * bool(self.bases) + ["windows"] * any(self.windows)
-        return f"KVCache({', '.join(parts)}, on {self._where})"
+        exact = f"{self.exact_format} sinks and recent tokens: {self.sink_len} and "
+        others = ", bases" * bool(self.bases) + ", windows" * any(self.windows)
+        return (
+            f"{type(self).__name__}({self.num_layers} layers, {self.batch} sequences, "
+            f"{self.LAYER.row_kind.described(self.num_kv_heads, *self._formats)}, max_seq_len "
+            f"{self.max_seq_len}, {exact}{self.recent_len}{others}, on {self._where})"
+        )
+
+    @property
+    def _formats(self) -> tuple[list[RowFormat], list[RowFormat]]:
+        """Of K and of V, of each layer."""
+        return [at.k_format for at in self.layers], [at.v_format for at in self.layers]
 
     @property
     def latent(self) -> bool:
@@ -324,10 +318,6 @@ class KVCache(NoShallowCopy):
     def attend(
         self, layer: int, q: Tensor, q_lens: Maybe = ..., /, **options: Unpack[AttendOptions[Yes]]
     ) -> State: ...
-    @overload
-    def attend(
-        self, layer: int, q: Tensor, q_lens: Maybe = ..., /, **options: Unpack[AttendOptions[bool]]
-    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -400,11 +390,7 @@ class KVCache(NoShallowCopy):
         return out if lse is None else (out, lse)
 
     def append(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        new_lens: Counts | None = None,
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None = None
     ) -> None:
         """Append new tokens, k and v of [batch, num_kv_heads, new_tokens, head_dim], to a layer.
 
@@ -453,10 +439,6 @@ class KVCache(NoShallowCopy):
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[StepOptions[Yes]]
     ) -> State: ...
-    @overload
-    def step(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[StepOptions[bool]]
-    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -591,17 +573,7 @@ class KVCache(NoShallowCopy):
             ShapeError: a length below 0, or given per sequence and over the present one; or a
                 layer with a window has dropped tokens that it would see (layer.SPARE).
         """
-        present = self.seq_lens.cpu()
-        if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
-            most = min(max(int(seq_lens), -1), self.max_seq_len)  # within int32
-            wanted = present.clamp(max=most)
-        else:
-            wanted = whole_numbers("seq_lens", seq_lens)
-        if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
-            raise ShapeError(
-                f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
-                "lengths from 0 to the present ones"
-            )
+        wanted = lens_to_keep(seq_lens, self.seq_lens.cpu())
         self._crop_layers(wanted.expand(self.num_layers, -1))
 
     def _crop_layers(self, lens: torch.Tensor) -> None:
@@ -912,7 +884,8 @@ class KVCache(NoShallowCopy):
 
     def like(self, batch: int, device: Devices) -> KVCache:
         """An empty cache like this one, of so many sequences, on the given devices."""
-        other = self._made(
+        kind: Any = type(self)
+        other: KVCache = kind(
             num_layers=self.num_layers,
             batch=batch,
             max_seq_len=self.max_seq_len,
@@ -922,21 +895,13 @@ class KVCache(NoShallowCopy):
             device=device,
             bases=self.bases,
             rollback_len=self.rollback_len,
+            **self.LAYER.row_kind.options(self.num_kv_heads, self.head_dim, *self._formats),
+            **({} if self.latent else {"windows": self.windows}),
         )
         other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         other.step_variant = self.step_variant
         other.compared = None  # in this one, or never
         return other
-
-    def _made(self, **options: Any) -> KVCache:
-        return KVCache(
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            k_format=[layer.k_format for layer in self.layers],
-            v_format=[layer.v_format for layer in self.layers],
-            windows=self.windows,
-            **options,
-        )
 
     def _taken(self, index: torch.Tensor) -> KVCache:
         other = self.like(len(index), self.devices)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 
@@ -17,14 +17,7 @@ from ..rows.bound import kind_of
 from ..rows.call import LatentCall
 from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
-from .checks import (
-    Counts,
-    Devices,
-    check_options,
-    devices_of,
-    per_layer,
-    plan_for,
-)
+from .checks import Counts, Devices, check_options, devices_of, per_layer
 from .contiguous import KVCache
 from .layer import ROLLBACK, LayerCache
 
@@ -32,10 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..io.plan import Plan
-    from ..rows.options import Either, LatentAttendOptions, LatentStepOptions, Maybe, No, Yes
+    from ..rows.options import LatentAttendOptions, LatentStepOptions, Maybe, No, Yes
     from ..rows.variant import AttentionVariant
-    from .contiguous import PlanOptions
 
 
 DEFAULT_FORMAT = "int8-g4"
@@ -48,36 +39,6 @@ def latent_formats(
     """One format for each layer; ConfigError for another number, or a format of other sizes."""
     parse = partial(LatentFormat.parse, latent_dim=latent_dim, rope_dim=rope_dim)
     return per_layer("fmt", fmt, num_layers, parse)
-
-
-def planned_options(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a cache by a plan of latent rows, with those given.
-
-    Raises:
-        ConfigError: an option that the plan decides, or a plan of keys and values of heads.
-    """
-    plan = plan_for(plan, options, is_latent=True)
-    if "windows" in options:
-        raise ConfigError("latent rows have no windows: leave windows out")
-    pairs = zip(plan.k_formats, plan.v_formats, strict=True)
-    formats = [LatentFormat(*pair) for pair in pairs]
-    return {
-        "num_layers": plan.num_layers,
-        "fmt": formats,
-        "latent_dim": formats[0].latent_dim,
-        "rope_dim": formats[0].rope_dim,
-        "bases": plan.layers,
-        **options,
-    }
-
-
-def check_no_feedback(bases: Sequence[LayerBasis] | None) -> None:
-    for i, basis in enumerate(bases or ()):
-        if basis.k.feedback is not None or basis.v.feedback is not None:
-            raise UnsupportedError(
-                f"the basis of layer {i} rounds with feedback, and latent rows are rounded to the "
-                "nearest code: leave feedback out"
-            )
 
 
 def _refuse_options(variant: object) -> NoReturn:
@@ -182,37 +143,7 @@ class LatentKVCache(KVCache):
             bases=bases,
             rollback_len=rollback_len,
         )
-        check_no_feedback(self.bases)
         self.folded = [None] * num_layers
-
-    @classmethod
-    def from_plan(
-        cls, plan: Plan, batch: int, max_seq_len: int, **options: Unpack[PlanOptions]
-    ) -> LatentKVCache:
-        """Make an empty cache whose formats and bases are those of a plan of latent rows.
-
-        Args:
-            plan, batch, max_seq_len: as in KVCache.from_plan.
-            options: others of LatentKVCache.
-
-        Raises:
-            ConfigError: a size that is not possible, an option that the plan decides, or a plan
-                of keys and values of heads.
-            UnsupportedError: as LatentKVCache.
-        """
-        return cls(
-            batch=batch, max_seq_len=max_seq_len, **planned_options(plan, cast(Any, options))
-        )
-
-    def __repr__(self) -> str:
-        names = " or ".join(dict.fromkeys(str(fmt) for fmt in self.formats))
-        fmt = self.formats[0]
-        return (
-            f"LatentKVCache({self.num_layers} layers, {self.batch} sequences, {fmt.latent_dim} "
-            f"latents and {fmt.rope_dim} RoPE elements in {names}{' in bases' * bool(self.bases)}, "
-            f"max_seq_len {self.max_seq_len}, {self.exact_format} sinks and recent tokens: "
-            f"{self.sink_len} and {self.recent_len}, on {self._where})"
-        )
 
     @property
     def formats(self) -> list[LatentFormat]:
@@ -220,11 +151,7 @@ class LatentKVCache(KVCache):
         return [LatentFormat(layer.k_format, layer.v_format) for layer in self.layers]
 
     def append(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        new_lens: Counts | None = None,
+        self, layer: int, latent: torch.Tensor, rope: torch.Tensor, new_lens: Counts | None = None
     ) -> None:
         """Append new tokens, latent and rope of [batch, 1, new_tokens, dim], to a layer.
 
@@ -265,15 +192,6 @@ class LatentKVCache(KVCache):
         q_lens: Maybe = ...,
         **options: Unpack[LatentAttendOptions[Yes]],
     ) -> State: ...
-    @overload
-    def attend(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Maybe = ...,
-        q_lens: Maybe = ...,
-        **options: Unpack[LatentAttendOptions[bool]],
-    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -358,16 +276,6 @@ class LatentKVCache(KVCache):
         rope: Maybe = ...,
         **options: Unpack[LatentStepOptions[Yes]],
     ) -> State: ...
-    @overload
-    def step(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Maybe = ...,
-        latent: Maybe = ...,
-        rope: Maybe = ...,
-        **options: Unpack[LatentStepOptions[bool]],
-    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -442,8 +350,3 @@ class LatentKVCache(KVCache):
     def check_kernels(self, query: str) -> None:
         """Raise UnsupportedError unless CUDA serves its rows with "bf16" or "fp16" queries."""
         check_kernels(self.formats, query)
-
-    def _made(self, **options: Any) -> KVCache:
-        fmt = self.formats[0]
-        options |= {"latent_dim": fmt.latent_dim, "rope_dim": fmt.rope_dim}
-        return LatentKVCache(fmt=self.formats, **options)

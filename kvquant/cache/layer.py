@@ -27,7 +27,6 @@ from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.append import bind_append, write_rows
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import Lens, Placed, Sizes, bind_place, lens_before, place_tokens
-from ..ops.transform import encode_rows
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
     FLOATS,
@@ -47,13 +46,7 @@ from ..rows.quantize import EXACT_DTYPES, beyond, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
 from ..rows.spacing import spaced_len
-from ..rows.variant import (
-    AttentionVariant,
-    check_variant,
-    check_variant_values,
-    names_of,
-    within,
-)
+from ..rows.variant import AttentionVariant, check_variant, check_variant_values, names_of, within
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
@@ -503,7 +496,7 @@ class LayerCache:
         given = k, v
         check_tensors(**dict(zip(self.sides, given, strict=True)))
         k, v = k.detach(), v.detach()
-        counts = self._check_new(k, v, new_lens)
+        counts = self.check_new(k, v, new_lens)
         new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
         if not recorded:
             self._tighten(self.max_seq_len - new_tokens)
@@ -560,7 +553,7 @@ class LayerCache:
             self.lens.firsts.copy_(before[2])
         self.set_lens(before[0], before[1], self.longest)
 
-    def _check_new(
+    def check_new(
         self, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None
     ) -> torch.Tensor | None:
         """Check new tokens as KVCache.append; return counts [batch] on the device, None for all."""
@@ -585,7 +578,7 @@ class LayerCache:
 
         It raises as append, and ShapeError if q has another number of tokens.
         """
-        self._check_new(k, v, None)
+        self.check_new(k, v, None)
         new_tokens, name = q.shape[1] if q.ndim == 4 else 1, self.sides[0]
         if k.shape[2] != new_tokens:
             is_swapped = q.ndim == 4 and k.shape[2] == q.shape[2]
@@ -658,7 +651,7 @@ class LayerCache:
             address(x, name)
             _check_limit(x, name, fmt, new_lens)
             if basis is not None:
-                x, name = encode_rows(x, basis), f"in the basis of the layer, {name}"
+                x, name = basis.encode(x), f"in the basis of the layer, {name}"
                 _check_limit(x, name, fmt, new_lens)
             if self.split.exact_len:  # rounding may lead over a limit
                 exact = EXACT_DTYPES[self.k_exact.codec]

@@ -119,4 +119,4 @@ def _kind(at: LayerCache) -> Hashable:
 def present_in(basis: LayerBasis | None) -> tuple[bool, ...]:
     """Which parts the bases of a layer have."""
     encodings = (side.encoding for side in basis or ())
-    return tuple(x is not None and x is not False for one in encodings for x in one)
+    return tuple(x is not None for one in encodings for x in one)

@@ -11,7 +11,6 @@ import click
 
 from .console import (
     COUNT,
-    DTYPE,
     FILE,
     FORMATS,
     JSON,
@@ -20,8 +19,7 @@ from .console import (
     NEW_FILE,
     ON_DEVICE,
     POSITIVE,
-    RECENT_LEN,
-    SINK_LEN,
+    WINDOW,
     check_output,
     enough_memory,
     given_options,
@@ -76,10 +74,8 @@ PLAN_OPTIONS = "text", *SCORING, "budget", "format", "zero_data", "rounding", "o
     "--context", type=COUNT, default=1024, help="Tokens of a passage before the scored ones."
 )
 @click.option("--scored", type=COUNT, default=64, help="Tokens of a passage to score.")
-@SINK_LEN
-@RECENT_LEN
+@WINDOW
 @ON_DEVICE
-@DTYPE
 @click.option(
     "-o",
     "--output",

@@ -8,7 +8,6 @@ import click
 
 from .console import (
     COUNT,
-    DTYPE,
     FILE,
     JSON,
     MODEL,
@@ -31,7 +30,6 @@ from .console import (
 @click.option("--text", type=FILE, help="Text to compare predictions on; a packaged one if absent.")
 @click.option("--samples", type=COUNT, default=8, help="Passages of the text, from 4 on.")
 @ON_DEVICE
-@DTYPE
 @JSON
 @enough_memory("--samples or --dtype")
 def check(

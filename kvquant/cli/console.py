@@ -6,10 +6,11 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -22,6 +23,7 @@ from ..rows.format import HEAD_DIMS, NAMES, nearest
 if TYPE_CHECKING:
     from ..kernels.cuda.runtime.spec import Spec
 
+F = TypeVar("F")
 MAX = 2**31 - 1  # lengths are int32
 MAX_TEXT = 1 << 28  # bytes; /dev/zero has no end
 COUNT = click.IntRange(min=1, max=MAX)
@@ -121,15 +123,26 @@ OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File
 JSON = click.option(
     "--json", "json_file", type=NEW_FILE, help="Write the figures to this file too."
 )
-ON_DEVICE = click.option("--device", default="cpu", help="Or cuda, or cuda:N.")
-DTYPE = click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    help="Of weights and arithmetic; 16 bit for large models.",
+
+
+def _together(*options: Any) -> Any:
+    """Options that commands have together, in this order."""
+    return lambda command: reduce(lambda found, option: option(found), options[::-1], command)
+
+
+ON_DEVICE: Callable[[F], F] = _together(
+    click.option("--device", default="cpu", help="Or cuda, or cuda:N."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        default="float32",
+        help="Of weights and arithmetic; 16 bit for large models.",
+    ),
 )
-SINK_LEN = click.option("--sink-len", type=WHOLE, default=4, help="First 16-bit tokens.")
-RECENT_LEN = click.option("--recent-len", type=WHOLE, default=128, help="Last 16-bit tokens.")
+WINDOW: Callable[[F], F] = _together(
+    click.option("--sink-len", type=WHOLE, default=4, help="First 16-bit tokens."),
+    click.option("--recent-len", type=WHOLE, default=128, help="Last 16-bit tokens."),
+)
 
 
 class Commands(click.Group):
@@ -226,7 +239,8 @@ def check_output(
         endings: allowed ones of the name.
     """
     if path is not None:
-        refuse(ConfigError, (f"{path} {why}" for why in _unwritable(path, inputs, endings)))
+        name = path if path.name else "a file without a name"
+        refuse(ConfigError, (f"{name} {why}" for why in _unwritable(path, inputs, endings)))
 
 
 def _unwritable(

@@ -12,7 +12,6 @@ import click
 from ..errors import ConfigError
 from .console import (
     COUNT,
-    DTYPE,
     FILE,
     FORMATS,
     HTML,
@@ -91,7 +90,6 @@ EXCEEDED, UNKNOWN = 3, 4  # exit codes
 @click.option("--max-drop", type=POSITIVE, help="Points of accuracy that a cache may lose.")
 @click.option("--seed", type=WHOLE, default=0, help="Seed of retrieval prompts and sampled texts.")
 @ON_DEVICE
-@DTYPE
 @JSON
 @click.option("--report", type=NEW_FILE, help="Also write an HTML page with figures to this file.")
 @enough_memory("--length, --batch or --dtype")

@@ -22,8 +22,7 @@ from .console import (
     MODEL_OR_NONE,
     OUTPUT,
     PLAN,
-    RECENT_LEN,
-    SINK_LEN,
+    WINDOW,
     Commands,
     check_output,
     enough_memory,
@@ -71,8 +70,7 @@ def main() -> None:
 )
 @click.option("--k-format", type=FORMAT, help="Of K, where it differs.")
 @click.option("--v-format", type=FORMAT, help="Of V, where it differs.")
-@SINK_LEN
-@RECENT_LEN
+@WINDOW
 @click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
 @click.option("--chunk", type=COUNT, default=512, help="Tokens read at a time.")
 @click.option("--accept-loss", is_flag=True, help="Go on where K rows of few bits ruin MODEL.")

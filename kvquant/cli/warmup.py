@@ -16,9 +16,8 @@ from .console import (
     FILE,
     FORMATS,
     HEAD_DIM,
-    RECENT_LEN,
-    SINK_LEN,
     SOURCE,
+    WINDOW,
     compile_kernels,
     given_options,
     refuse_options,
@@ -51,8 +50,7 @@ Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its 
 @click.option("--arch", type=click.Choice(ARCHS), help="Of the GPU; that of this machine's.")
 @click.option("--batch", "batches", type=COUNT, multiple=True, default=(1, 8, 64))
 @click.option("--max-seq-len", type=COUNT, default=8192, help="Of the caches.")
-@SINK_LEN
-@RECENT_LEN
+@WINDOW
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16"]),

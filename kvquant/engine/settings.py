@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..cache.latent import check_no_feedback
+from ..cache.checks import check_no_feedback
 from ..errors import (
     CheckpointError,
     ConfigError,

@@ -27,8 +27,9 @@ from kvquant.io.plan import CachePlan
 from kvquant.io.plan_store import RUINED, SAFE
 from kvquant.report.page import Section, Table, text
 from kvquant.rows.defaults import RECENT, SINKS, default_format
+from kvquant.rows.format import RowFormat, mean_bits
 from kvquant.rows.quantize import exact_codec
-from kvquant.text import Column, size_text
+from kvquant.text import Column, number, size_text
 
 from .caches import parse_cache
 from .evaluate import HELD_OUT
@@ -224,13 +225,10 @@ def _schemes(name: str, dims: tuple[int, int], latent: bool) -> tuple[Scheme, Sc
 
 def _packed_bits(layers: CacheLayers, choice: Choice) -> float:
     """Bits per element of packed rows, headers included."""
-    from kvquant.rows.format import RowFormat
-
     if isinstance(choice, Planned):
         return choice.plan.bits
     rows = [RowFormat.parse(choice.k_format, dim) for dim in layers.k_dims]
-    rows += [RowFormat.parse(choice.v_format, dim) for dim in layers.v_dims]
-    return 8 * sum(fmt.row_bytes for fmt in rows) / sum(fmt.head_dim for fmt in rows)
+    return mean_bits([*rows, *(RowFormat.parse(choice.v_format, dim) for dim in layers.v_dims)])
 
 
 def _lines(rung: Rung, layers: CacheLayers) -> dict[str, str]:
@@ -347,7 +345,6 @@ def _row(row: dict[str, Any], place: str) -> Sequence[str]:
     facts = row[place]
     suffix = "" if place == "window" else "_without_window"
     head = row["cache"], row[f"formats{suffix}"], f"{row[f'bits{suffix}']:.2f}"
-    if facts["kl"] is None:
-        return *head, "-", "-", "-", facts["verdict"]
-    error = "-" if facts["kl_error"] is None else f"{facts['kl_error']:.5f}"
-    return *head, f"{max(facts['kl'], 0.0):.5f}", error, f"{facts['top1']:.1%}", facts["verdict"]
+    kl, error = facts["kl"] and max(facts["kl"], 0.0), facts["kl_error"]
+    figures = number(kl, ".5f"), number(error, ".5f"), number(facts["top1"], ".1%")
+    return *head, *figures, facts["verdict"]

@@ -10,24 +10,19 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from kvquant.cache.layer import SPARE
-from kvquant.calibration.fidelity import (
-    Planned,
-    Scheme,
-    options_of,
-    quantized_copy,
-    warm_up_copies,
-)
+from kvquant.calibration.fidelity import Planned, Scheme, options_of, quantized_copy, warm_up_copies
 from kvquant.errors import ConfigError
 from kvquant.hf.hybrid import HybridModel
 from kvquant.rows.quantize import EXACT_DTYPES
 
-from .prompts import Asked, Prompt
+from .prompts import Prompt
 
 if TYPE_CHECKING:
     from kvquant.cache.contiguous import KVCache
     from kvquant.hf.model import CachedModel
 
 AT_ONCE = 64  # tokens whose logits are there together
+Line: TypeAlias = tuple[Sequence[int], Sequence[int]]  # tokens to decode, choices for the next one
 
 
 class Simulated(Protocol):
@@ -180,10 +175,7 @@ class Caches:
 
 
 def ask_all(
-    model: CachedModel,
-    prompts: Sequence[Prompt],
-    choices: Sequence[Choice],
-    reading: Reading,
+    model: CachedModel, prompts: Sequence[Prompt], choices: Sequence[Choice], reading: Reading
 ) -> Iterator[list[list[bool]]]:
     """Ask the questions of prompts of one length.
 
@@ -205,19 +197,49 @@ def _answers(
     model: CachedModel, prompts: Sequence[Prompt], make: Callable[[], KVCache]
 ) -> list[list[bool]]:
     """[prompts][questions], right or not; make as in score."""
-    most = max(len(one.asked) for one in prompts)
-    rounds, masks = [], []
-    for at in range(most):
-        # a prompt with fewer questions repeats its first one, which is not counted twice
-        fed, is_answer = _fed([one.asked[at if at < len(one.asked) else 0] for one in prompts])
-        rounds.append((fed[:, :-1], fed[:, 1:, None]))
-        masks.append(is_answer[:, 1:])
-    found: list[list[bool]] = [[] for _ in prompts]
-    for at, (_, likeliest) in enumerate(score(model, make, rounds)):
-        right = (likeliest[..., 0] | ~masks[at]).all(1).tolist()
-        for own, one, prompt in zip(found, right, prompts, strict=True):
-            if at < len(prompt.asked):
-                own.append(one)
+    lines: list[list[Line]] = [
+        [((*one.question, *one.answer[:-1]), one.answer[-1:]) for one in prompt.asked]
+        for prompt in prompts
+    ]
+    return [
+        [
+            bool(likeliest[max(len(one.question) - 1, 0) :, 0].all())
+            for one, (_, likeliest) in zip(prompt.asked, found, strict=True)
+        ]
+        for prompt, found in zip(prompts, score_lines(model, make, lines), strict=True)
+    ]
+
+
+def score_lines(
+    model: CachedModel, make: Callable[[], KVCache], lines: Sequence[Sequence[Line]]
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Decode lines of tokens, each behind its prompt, those of several prompts together.
+
+    Args:
+        model, make: as in score.
+        lines: of each prompt.
+
+    Returns:
+        As score, of each prompt and line: [tokens, choices]. After each token the choices are the
+        line's next token; after its last token, those of the line.
+    """
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in lines]
+    rounds = []
+    for at in range(max(map(len, lines))):
+        # a prompt with fewer lines repeats its first one, which is not counted twice
+        fed, choices = zip(*(own[at if at < len(own) else 0] for own in lines), strict=True)
+        width, most = max(map(len, fed)), max(map(len, choices))
+        wanted = torch.zeros(len(lines), width, most, dtype=torch.int64, device="cpu")
+        for row, tokens, lasts in zip(wanted, fed, choices, strict=True):
+            for choice, last in enumerate(lasts):
+                row[: len(tokens), choice] = torch.tensor([*tokens[1:], last], device="cpu")
+        padded = [[*tokens, *[tokens[-1]] * (width - len(tokens))] for tokens in fed]
+        rounds.append((torch.tensor(padded, device="cpu"), wanted))
+    for at, (scores, likeliest) in enumerate(score(model, make, rounds)):
+        for b, own in enumerate(lines):
+            if at < len(own):
+                part = b, slice(len(own[at][0])), slice(len(own[at][1]))
+                found[b].append((scores[part], likeliest[part]))
     return found
 
 
@@ -275,14 +297,3 @@ def _reader(
         return width, lambda fed: model.call(model.past_of(cache), fed, [*range(fed.shape[1])])
     step = model.stepper(cache, num_tokens)
     return 1, lambda fed: step(fed[:, 0])[:, None]
-
-
-def _fed(asked: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[batch, tokens]: questions and answers, and whether a token is part of an answer."""
-    rows = [[*one.question, *one.answer] for one in asked]
-    width = max(map(len, rows))
-    fed = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device="cpu")
-    place = torch.arange(width, device="cpu")
-    starts = torch.tensor([len(one.question) for one in asked], device="cpu")[:, None]
-    ends = torch.tensor([len(row) for row in rows], device="cpu")[:, None]
-    return fed, (place >= starts) & (place < ends)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from kvquant.calibration.windows import spread
 from kvquant.errors import ConfigError, refuse
 from kvquant.io.model_id import WEIGHTS
 from kvquant.rows.arguments import is_whole
+from kvquant.rows.format import mean_bits
 from kvquant.version import __version__
 
 from . import divergence, generation
@@ -240,8 +241,7 @@ class _Run:
                 raise ConfigError("state serves kvquant's own caches: leave it out for others")
         odd = chain(self._odd_examples(), self._odd_lengths(), self._odd_windows())
         refuse(ConfigError, odd)
-        needs_text = bool({"kl", "retrieval"} & {*self.task.kinds}) or not self.examples
-        self.tokens = self._encoded() if needs_text else []
+        self.tokens = self._encoded() if self._needs_text else []
         refuse(ConfigError, self._odd_text())
         self.written = {length: self._written(length) for length in self.lengths}
         refuse(ConfigError, self._odd_questions())
@@ -256,12 +256,14 @@ class _Run:
         return Scheme(self.model.exact_format, self.model.exact_format)
 
     @property
+    def _needs_text(self) -> bool:
+        """Whether a task has contexts of the text, of the lengths to measure."""
+        return not self.examples or bool({"kl", "retrieval"} & {*self.task.kinds})
+
+    @property
     def _contexts(self) -> list[int]:
         """Tokens of each context: of the user's prompts, of the lengths to measure, or of both."""
-        counts = [len(one.tokens) for one in self.examples]
-        if not counts or {"kl", "retrieval"} & {*self.task.kinds}:
-            counts += self.lengths
-        return counts
+        return [len(one.tokens) for one in self.examples] + [*self.lengths] * self._needs_text
 
     @property
     def _behind(self) -> int:
@@ -353,11 +355,10 @@ class _Run:
 
     def _odd_text(self) -> Iterator[str]:
         needed = 0
-        for length in self.lengths:
-            if "kl" in self.task.kinds:
-                needed = max(needed, length + self.sizes.scored)
-            if "generation" in self.task.kinds and not self.examples:
-                needed = max(needed, length)
+        if "kl" in self.task.kinds:
+            needed = max(self.lengths) + self.sizes.scored
+        elif "generation" in self.task.kinds and not self.examples:
+            needed = max(self.lengths)
         if len(self.tokens) < needed:
             name = "the packaged text" if self.text is None else "the text"
             yield (
@@ -419,8 +420,7 @@ class _Run:
             for one in (stored, self._exact)
         )
         if isinstance(choice, Scheme | Planned):
-            formats = [fmt for at in made.layers for fmt in (at.k_format, at.v_format)]
-            packed = 8 * sum(f.row_bytes for f in formats) / sum(f.head_dim for f in formats)
+            packed = mean_bits(fmt for at in made.layers for fmt in (at.k_format, at.v_format))
             bits, a_token = stored_bits(made, exact), made.nbytes / capacity
         else:
             packed = choice.bits
@@ -452,7 +452,7 @@ class _Run:
         """Bytes of the 16-bit cache and the largest other one, which exist together."""
         new = self.sizes.new_tokens
         tokens = [len(one.tokens) + new for one in self.examples]  # alone in a batch
-        if not self.examples or {"kl", "retrieval"} & {*self.task.kinds}:
+        if self._needs_text:
             tokens.append(self.sizes.batch * (max(self.lengths) + self._behind))
         exact, *others = (one["bytes_a_token"] for one in self.costs)
         if any(not isinstance(one, Scheme | Planned) for one in self.choices):
@@ -492,22 +492,14 @@ class _Run:
         }
 
     def all(self) -> dict[str, Any]:
-        measures: Mapping[str, Callable[[int], Any]] = {
-            "kl": self._kl,
-            "generation": self._generation,
-            "retrieval": self._retrieval,
-        }
-        kinds = [kind for kind in KINDS if kind in self.task.kinds]
         found: dict[str, Any] = {"settings": self._settings(), "caches": self.costs}
         found["cache_bytes"] = self.cache_bytes
         found |= {"notes": told} if (told := [*notes(self.model), *self.notes]) else {}
-        for kind in kinds:
-            found[kind] = {}
-            lengths = self.lengths
-            if kind == "generation" and self.examples:
-                lengths = (0,)  # the prompts' own
-            for length in lengths:
-                found[kind][str(length)] = measures[kind](length)
+        for kind, measure in zip(KINDS, (self._kl, self._generation, self._retrieval), strict=True):
+            if kind in self.task.kinds:
+                own = kind == "generation" and self.examples  # lengths of the prompts
+                lengths = (0,) if own else self.lengths
+                found[kind] = {str(length): measure(length) for length in lengths}
         return found | {"seconds": self.records.seconds()}
 
     def _measured(self, what: str, name: str, measure: Callable[[], Iterable[Any]]) -> list[Any]:
@@ -549,20 +541,16 @@ class _Run:
         """Prompts of generation that the text has room for."""
         return min(self.sizes.prompts, len(self.tokens) // length)
 
-    def _batches(self, count: int) -> list[range]:
-        step = self.sizes.batch
-        return [range(at, min(at + step, count)) for at in range(0, count, step)]
+    def _batches(self, count: int) -> list[slice]:
+        return [slice(at, at + self.sizes.batch) for at in range(0, count, self.sizes.batch)]
 
     def _kl(self, length: int) -> list[dict[str, Any]]:
         count = self._passages(length)
         windows = self._windows(count, length + self.sizes.scored)
         scores: list[divergence.Scores] = [{"kl": [], "top1": []} for _ in self.choices]
         for batch in self._batches(count):
-
-            def measure(batch: range = batch) -> Any:
-                part = windows[batch.start : batch.stop]
-                return divergence.diverge(self.model, part, length, self.choices, self.reading)
-
+            given = windows[batch], length, self.choices, self.reading
+            measure = partial(divergence.diverge, self.model, *given)
             _, *parts = self._measured("kl", f"kl {length} {batch.start}", measure)
             for whole, part in zip(scores, parts, strict=True):
                 for name in whole:
@@ -576,13 +564,10 @@ class _Run:
             prompts, failed = self._hardest(name, length, rungs)
             answers: list[list[list[bool]]] = [[] for _ in self.costs]
             for batch in self._batches(len(prompts)):
-
-                def measure(batch: range = batch, own: Any = (prompts, failed)) -> Any:
-                    if own[1]:
-                        return [[] for _ in self.costs]
-                    part = own[0][batch.start : batch.stop]
-                    return ask_all(self.model, part, self.choices, self.reading)
-
+                given = prompts[batch], self.choices, self.reading
+                measure: Callable[[], Any] = partial(ask_all, self.model, *given)
+                if failed:
+                    measure = partial(list[Any], [[]] * len(self.costs))
                 parts = self._measured(what, f"{name} {length} {batch.start}", measure)
                 for whole, part in zip(answers, parts, strict=True):
                     whole += part
@@ -629,8 +614,8 @@ class _Run:
         """[prompts][questions], right or not: the 16-bit cache alone; name as in Records.get."""
 
         def measure() -> Any:
-            batches = [prompts[one.start : one.stop] for one in self._batches(len(prompts))]
-            parts = [ask_all(self.model, one, (), self.reading) for one in batches]
+            batches = self._batches(len(prompts))
+            parts = [ask_all(self.model, prompts[one], (), self.reading) for one in batches]
             return [[each for (found,) in parts for each in found]]
 
         found: list[list[bool]] = self.records.get(name, measure)[0]
@@ -641,21 +626,15 @@ class _Run:
             groups = [[one] for one in self.examples]
         else:
             count = self._prompts(length)
-            windows = self._windows(count, length).tolist()
-            each = [Example(tokens) for tokens in windows]
-            groups = [[each[at] for at in batch] for batch in self._batches(count)]
+            each = [Example(tokens) for tokens in self._windows(count, length).tolist()]
+            groups = [each[batch] for batch in self._batches(count)]
         parts, first = [], 0
         for place, group in enumerate(groups):
-            sampled = Sampling(self.task.temperature, self.sizes.seed, first)
+            ways = Sampling(), Sampling(self.task.temperature, self.sizes.seed, first)
             first += len(group)
-
-            def measure(group: Any = group, sampled: Sampling = sampled) -> Any:
-                tokens = torch.tensor([one.tokens for one in group], device="cpu")
-                count, ways = self.sizes.new_tokens, (Sampling(), sampled)
-                return generation.free_run(
-                    self.model, tokens, count, self.choices, self.reading, ways
-                )
-
+            tokens = torch.tensor([one.tokens for one in group], device="cpu")
+            given = self.sizes.new_tokens, self.choices, self.reading, ways
+            measure = partial(generation.free_run, self.model, tokens, *given)
             parts.append(self._measured("generation", f"generation {length} {place}", measure))
         found: dict[str, Any] = {}
         right: dict[str, list[list[list[bool]]]] = {}

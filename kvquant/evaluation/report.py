@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvquant.report import page
 from kvquant.report.page import Section, Table, Verdict, text
-from kvquant.text import Column, count_text
+from kvquant.text import Column, count_text, number
 
 from . import figures
 from .check import ENOUGH as PASSAGES
@@ -19,6 +19,7 @@ from .generation import BOTH, WAYS
 NOT_ASKED = "not asked"  # because the model fails in 16 bit
 ENOUGH = 3.0  # the limit must be so many times the standard error
 MOST = 4  # reasons of a verdict that a page shows, beside the first
+Caches = Sequence[Mapping[str, Any]]  # those of an evaluation, the 16-bit cache first
 MARKS = {
     "met": ("good", "Within the limit."),
     "exceeded": ("bad", "Limit exceeded."),
@@ -98,18 +99,12 @@ def sections(found: Mapping[str, Any], *, drawn: bool = False) -> Iterator[Secti
     If the 16-bit cache fails a task, other caches' cells have NOT_ASKED, or NO_TEST if it asked
     them.
     """
-    names = [one["cache"] for one in found["caches"]]
     yield Section("What each cache takes", tables=[_costs(found["caches"])])
-    window = max(one["recent_len"] for one in found["caches"])
+    tables: dict[str, Callable[[Caches, str, Any], Iterator[Table]]]
+    tables = {"kl": _kl, "generation": _generation, "retrieval": _retrieval}
     for kind, (title, draw, how) in TASKS.items():
-        shown: list[Table] = []
-        for length, task in found.get(kind, {}).items():
-            if kind == "kl":
-                shown.append(_kl(length, names, task))
-            elif kind == "generation":
-                shown += _generation(length, names, task)
-            else:
-                shown.append(_retrieval(length, names, task, window))
+        tasks = found.get(kind, {}).items()
+        shown = [one for each in tasks for one in tables[kind](found["caches"], *each)]
         if shown and drawn:
             yield Section(title, how, (), draw(found), shown)
         elif shown:
@@ -150,7 +145,7 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"{one['cache']}: {'; '.join(told)}."
 
 
-def _costs(caches: Sequence[Mapping[str, Any]]) -> Table:
+def _costs(caches: Caches) -> Table:
     columns = (
         Column("cache", left=True),
         *map(Column, ("bits", "bytes\na token", "tokens\na GiB")),
@@ -171,7 +166,7 @@ def _costs(caches: Sequence[Mapping[str, Any]]) -> Table:
     return Table("Table: caches", [columns, *rows], head, is_open=True)
 
 
-def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+def _kl(caches: Caches, length: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     columns = (
         Column("cache", left=True),
         *map(Column, ("KL, nats\na token", "±", "first\nquarter", "last\nquarter")),
@@ -180,25 +175,26 @@ def _kl(length: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     cells = [["16 bit", "0", "-", "0", "0", "0", "100.0", "-"]]
     cells += [
         [
-            name,
+            cache["cache"],
             f"{max(one['kl'], 0.0):.5f}",  # rounding may leave less than 0
-            _or_dash(one["kl_error"], "{:.5f}"),
+            number(one["kl_error"], ".5f"),
             *(f"{max(one['by_position'][at], 0.0):.5f}" for at in (0, -1)),
             f"{one['kl_tail']:.4f}",
             f"{POINTS * one['top1']:.1f}",
-            _or_dash(one["top1_error"], "{:.1%}").rstrip("%"),
+            number(one["top1_error"], ".1%").rstrip("%"),
         ]
-        for name, one in zip(names[1:], rows, strict=True)
+        for cache, one in zip(caches[1:], rows, strict=True)
     ]
     passages = _counted(rows[0], "passage")
     head = (
         f"Predictions of {rows[0]['tokens']:,} tokens in {passages}, "
         f"decoded after {int(length):,} tokens, compared with those of the 16-bit cache:"
     )
-    return Table(f"Table: {place_of(length)}", [columns, *cells], head)
+    yield Table(f"Table: {place_of(length)}", [columns, *cells], head)
 
 
-def _retrieval(length: str, names: Sequence[str], tasks: Mapping[str, Any], window: int) -> Table:
+def _retrieval(caches: Caches, length: str, tasks: Mapping[str, Any]) -> Iterator[Table]:
+    window = max(one["recent_len"] for one in caches)
     least = min(one["least_distance"] for one in tasks.values())
     head = (
         f"Right answers in contexts of {int(length):,} tokens: in the first row in %, in the "
@@ -208,10 +204,10 @@ def _retrieval(length: str, names: Sequence[str], tasks: Mapping[str, Any], wind
         "the last tokens in 16 bit:"
     )
     named = [(f"{name}\n{one['facts']} facts", one) for name, one in tasks.items()]
-    return Table(f"Table: contexts of {int(length):,} tokens", _accuracy(names, named), head)
+    yield Table(f"Table: contexts of {int(length):,} tokens", _accuracy(caches, named), head)
 
 
-def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> Iterator[Table]:
+def _generation(caches: Caches, length: str, task: Mapping[str, Any]) -> Iterator[Table]:
     for way in WAYS:
         rows = task[way]
         counts = list(rows[0]["agreement"])
@@ -221,12 +217,12 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             *(Column(f"same after\n{count} tokens") for count in counts),
         )
         cells = [["16 bit", "-", *["100 %"] * len(counts)]]
-        for name, one in zip(names[1:], rows, strict=True):
+        for cache, one in zip(caches[1:], rows, strict=True):
             parted = sorted(at for at in one["first_divergence"] if at is not None)
             # texts that never part count as the longest
             median = parted[one["prompts"] // 2] if len(parted) > one["prompts"] // 2 else None
             shares = [f"{POINTS * share['share']:.0f} %" for share in one["agreement"].values()]
-            cells.append([name, "never" if median is None else str(median), *shares])
+            cells.append([cache["cache"], "never" if median is None else str(median), *shares])
         head = f"{way.capitalize()} texts {place_of(length)}, of {_counted(rows[0], 'prompt')}:"
         yield Table(f"Table: {way}, {place_of(length)}", [columns, *cells], head)
         answers = task.get(f"{way}_answers")
@@ -234,19 +230,19 @@ def _generation(length: str, names: Sequence[str], task: Mapping[str, Any]) -> I
             head = (
                 f"Right answers in {way} texts {place_of(length)}, in %, and the change in points:"
             )
-            accuracy = _accuracy(names, [("right", answers)])
+            accuracy = _accuracy(caches, [("right", answers)])
             yield Table(f"Table: answers, {way}, {place_of(length)}", accuracy, head)
 
 
 def _accuracy(
-    names: Sequence[str], tasks: Sequence[tuple[str, Mapping[str, Any]]]
+    caches: Caches, tasks: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> list[Sequence[str | Column]]:
     columns = [Column("cache", left=True)]
     columns += [Column(name, part=part) for part, (name, _) in enumerate(tasks, 1)]
     cells: list[Sequence[str | Column]] = [columns]
     cells.append(["16 bit", *(f"{POINTS * task['exact']:.1f}" for _, task in tasks)])
-    for at, name in enumerate(names[1:]):
-        cells.append([name, *(_points(task, at) for _, task in tasks)])
+    for at, cache in enumerate(caches[1:]):
+        cells.append([cache["cache"], *(_points(task, at) for _, task in tasks)])
     return cells
 
 
@@ -268,10 +264,6 @@ def _counted(row: Mapping[str, Any], noun: str) -> str:
         f"{count_text(count, noun)}{errors} ({asked} were asked for, and the text has room for no "
         "more: give a longer --text or a shorter --length)"
     )
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def failures(found: Mapping[str, Any]) -> list[str]:

@@ -175,11 +175,7 @@ def variables(rng: Random, count: int, sizes: tuple[int, int] = (3, 7)) -> Sheet
         lines.append(f"{chain[len(done)]} = {given}")
         done.append(at)
     questions = [
-        Question(
-            f"Written out, {last} has the number",
-            numbers[last],
-            tuple(found),
-        )
+        Question(f"Written out, {last} has the number", numbers[last], tuple(found))
         for last, found in places.items()
         if len(found) >= sizes[0]  # the last chain may be shorter
     ]
@@ -238,11 +234,7 @@ def tools(rng: Random, count: int) -> Sheet:
         for _, account, order in records
     ]
     questions = [
-        Question(
-            f"The refund of {name}:",
-            call,
-            (at,),
-        )
+        Question(f"The refund of {name}:", call, (at,))
         for at, ((name, _, _), call) in enumerate(zip(records, calls, strict=True))
     ]
     lines = [

@@ -28,11 +28,11 @@ from .call import ATTENTION, HANDED
 from .compile.tracing import outside_of_graphs
 from .continuation import check_positions
 from .gradients import without_gradient
+from .handed import Handed, running
 from .masks import window_of
-from .models.latent import LatentHeads
+from .models.latent import LatentHeads, heads_of
 from .single_pass import exact_attention
 from .switch import DEQUANTIZE
-from .text import Handed, running
 
 # what models pass that does not change the result here: positions are in the keys already, windows
 # are looked at apart, and some is for other parts of generate (stop strings) or of a loss
@@ -85,10 +85,13 @@ def _attention(
         options |= {"scaling": scaling, "dropout": dropout}
         return _plain_attention(module, query, key, value, attention_mask, options)
     try:
-        heads = _latent_heads(handed, module, name, query, key, value)
-        if heads is None:
+        heads, rows = None, handed.latents
+        if rows is None:
             _check_keys(handed, name, query, key, value)
-        rows = handed.latents or (key, value)
+            rows = key, value
+        else:
+            heads = heads_of(module, *(x.shape[-1] for x in rows))
+            heads.check(query, key, value)
         config = getattr(module, "config", None)
         if config is not None and not handed.at:
             handed.to.check_model(config)
@@ -118,23 +121,6 @@ def _is_outside(module: torch.nn.Module, handed: Any) -> bool:
     if isinstance(handed, Handed):
         return not handed.is_traced
     return hasattr(module, "kv_b_proj") and running.traced is None
-
-
-def _latent_heads(
-    handed: Handed,
-    module: torch.nn.Module,
-    name: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> LatentHeads | None:
-    """The heads that attend to latents; None for keys and values."""
-    if handed.latents is None:
-        return None
-    latent_dim, rope_dim = (x.shape[-1] for x in handed.latents)
-    heads = LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
-    heads.check(query, key, value)
-    return heads
 
 
 def _check_keys(
@@ -188,10 +174,7 @@ def _is_causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:
 
 
 def _check_plain(
-    module: torch.nn.Module,
-    name: str,
-    attention_mask: torch.Tensor | None,
-    options: dict[str, Any],
+    module: torch.nn.Module, name: str, attention_mask: torch.Tensor | None, options: dict[str, Any]
 ) -> None:
     """Raise UnsupportedModelError where a call has a QuantizedCache, and attends to other keys."""
     # a graph cannot guard what the thread has noted; the next layer tells what has not attended

@@ -2,20 +2,21 @@
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
 name. This cache rounds them to its 16-bit format and marks them; attention.py attends to marked
-ones and appends them. A call of the model appends once to each layer, in order, or raises (text.py,
-call.py). transformers' own layers (states, other numbers of KV heads) stand in the same list.
+ones and appends them. A call of the model appends once to each layer, in order, or raises
+(call.py). transformers' own layers (states, other numbers of KV heads) stand in the same list. The
+host counts what the rows hold, and reads lengths only where somebody else has changed them.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..cache.checks import Formats
+from .. import debug
+from ..cache.checks import Formats, whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.copying import NoShallowCopy
 from ..cache.latent import LatentFormats, LatentKVCache
@@ -36,21 +38,36 @@ from ..io.plan import ModelPlan
 from ..rows.arguments import check_flag, check_kind, check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
-from .compile.tracing import keep_in_new_place, outside_of_graphs
+from .call import Call, refuse_attention
+from .compile.tracing import LOSES_MARKS, keep_in_new_place, keep_in_place, outside_of_graphs
 from .continuation import WRONG, check_goes_on
 from .dequantized import append_and_dequantize
+from .handed import ANOTHER, Handed, running
 from .models.configs import CacheLayers, cache_layers, layer_devices, layers_of_rank, new_cache
 from .models.hook import DecoderHook
 from .models.latent import check_latents
 from .models.probe import check_accuracy
+from .padding import Columns, Padding
 from .plans import plan_of_model
-from .sources import check_caller, check_names, config_of
-from .text import DRAFTS, CachedText, Handed, running
+from .sources import check_caller, check_columns, check_layers, check_names, config_of
 
+DRAFTS = 16  # tokens
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
 
 
-class QuantizedCache(CachedText, NoShallowCopy, Cache):
+class Told(NamedTuple):
+    """What a loop of kvquant's own says of a call, in place of the model's arguments and mask.
+
+    Attributes:
+        columns: new ones of each sequence; None if not known.
+        lens: [batch], on the CPU: the first so many of them hold tokens; None for all.
+    """
+
+    columns: int | None = None
+    lens: torch.Tensor | None = None
+
+
+class QuantizedCache(NoShallowCopy, Cache):
     """The cache that model.generate, pipelines and models take.
 
         from kvquant import QuantizedCache  # registers "kvquant" in transformers
@@ -133,6 +150,9 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         5
     """
 
+    layers: list[Any]  # ours, and transformers' own
+    layers_held: CacheLayers
+
     def __init__(
         self,
         source: Any = None,
@@ -156,11 +176,30 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         flags = {"placed": placed, "drafts": drafts, "dequantize": dequantize}
         for name, flag in (flags | {"accept_loss": accept_loss}).items():
             check_flag(name, flag)
-        CachedText.__init__(self, placed=placed, drafts=drafts, dequantize=dequantize)
         Cache.__init__(self, layers=[])
-        self._exact_format = exact_format
-        self._decoder: weakref.ref[torch.nn.Module] | None = None  # of the model, if that is known
+        self.kv: KVCache | None = None
+        self.call = Call()  # how far the model's call is
+        self.past = Columns(0, [])  # before this call
+        # a sequence still has no token after the last complete call; graphs read it
+        self.has_empty = True
+        self.starts: list[int] = []  # the position of each sequence's first token
+        self._starts_before: list[int] | None = None  # where this call has told others
+        self._marks: tuple[int, ...] | None = None  # of the KVCache, when it was as here
+        self.wrong: torch.Tensor | None = None  # [2], what steps have found: continuation.WRONG
+        self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
+        self._make: partial[KVCache] | None = None  # where it is made of a model
+        self._outline: KVCache  # as kv, but for the room before the first tokens
+        self._max_seq_len: int | None = None
+        self.told: Told | None = None  # its layers are known then
+        self.is_placed, self._drafts, self._dequantizes = placed, drafts, dequantize
         self._step_lens: tuple[int, ...] = () if dequantize else (1,)  # of KVCache
+        self.hook: DecoderHook | None = None  # where the model is known
+        self.latents: Handed | None = None  # of the layer that attends next
+        # of one token, by local_size and use_vmap, made last outside of graphs
+        self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
+        # [batch, columns] of the first columns, as generate got or chose them (ids.py)
+        self.ids: torch.Tensor | None = None
+        self.has_beams = False  # this call of generate has moved sequences
         options: dict[str, Any] = {
             "k_format": k_format,
             "v_format": v_format,
@@ -187,7 +226,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             if model is not None:
                 check_kind("model", model, torch.nn.Module, "give the model that calls the cache")
                 check_caller(model, dequantize=dequantize)
-                self._know(model)
+                self.hook = DecoderHook.of(model)
             return
         if model is not None:
             raise ConfigError("model is for a source that is a KVCache: give the model as source")
@@ -201,23 +240,28 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         options["is_probed"] = isinstance(source, torch.nn.Module)
         if (found := plan_of_model(options.pop("plan", None), source, options)) is not None:
             options["plan"] = found
-        make: Callable[..., KVCache] = partial(new_cache, config, **options)
-        dtype: Any = None
+        if exact_format is not None:
+            options["exact_format"] = exact_format
         if isinstance(source, torch.nn.Module):
-            self._devices, dtype = layer_devices(source, layers.places), source.dtype
-            self._know(source)
-        exact = exact_format or exact_codec(dtype)
-        self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
-        self._make = make
+            if devices := layer_devices(source, layers.places):
+                options["device"] = devices
+            self.hook = DecoderHook.of(source)
+        self._make = partial(new_cache, config, **options)
+        dtype = source.dtype if isinstance(source, torch.nn.Module) else None
+        self._outline = self._made(layers, 1, 0, dtype)  # or it is not possible
         if "plan" not in options and isinstance(source, torch.nn.Module) and not accept_loss:
             check_accuracy(source, self._outline, layers)
+        self._configs.append(config.get_text_config(decoder=True))
         is_hybrid = bool(layers.others or layers.states)
         self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 
-    def _know(self, model: Any) -> None:
-        decoder = model.get_decoder()
-        self._decoder, self.hook = weakref.ref(decoder), DecoderHook(decoder)
-        self.names_positions = "position_ids" in inspect.signature(model.forward).parameters
+    def _made(
+        self, layers: CacheLayers, batch: int, max_seq_len: int, dtype: Any, device: Any = "cpu"
+    ) -> KVCache:
+        """A KVCache of a model's layers, for keys of this dtype and device if none was given."""
+        assert self._make is not None
+        known = {"exact_format": exact_codec(dtype), "device": device} | self._make.keywords
+        return self._make(layers, batch, max_seq_len, **known)
 
     def fit(self, layers: CacheLayers, others: Sequence[Any] = ()) -> None:
         """Hold these layers of a model.
@@ -233,13 +277,19 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         """
         if not others:
             layers.check_whole()
-        super().fit(layers)
+        if self.kv is not None:
+            check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
+        self.layers_held = layers
         # those between that own no keys are there to be counted
         count = max([*layers.places, *layers.others]) + 1
         self.layers = [QuantizedLayer(self, at, layers.at.get(at)) for at in range(count)]
         for at in layers.others:
             self.layers[at] = others[at]
         for at in layers.states:
+            if isinstance(others[at], QuantizedLayer):  # of another cache of the same rows
+                self.layers[at] = others[at]
+                others[at].bind(self)
+                continue
             states = others[at].number_of_states
             self.layers[at] = QuantizedLayerWithState(self, at, layers.at[at], states)
 
@@ -252,16 +302,15 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
         """A copy for the same model, with a life of its own."""
         other = type(self).__new__(type(self))
-        memo[id(self)] = other
+        memo |= {id(self): other} | {id(config): config for config in self._configs}
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        other._decoder, other.hook = self._decoder, self.hook
+        other.hook = None if self.hook is None else self.hook.copied()
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: changes count anew, and a loaded pickle has no model."""
         is_known = self.kv is not None and not self._is_changed
-        here = {"_decoder": None, "hook": None, "awaits_whole_text": False}
-        return vars(self) | here | {"_marks": () if is_known else None}
+        return vars(self) | {"hook": None, "_marks": () if is_known else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -278,12 +327,12 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         cache serves a longer prompt, and raises UnsupportedModelError if a text would cross.
         """
         turn = self.layers_held.turn
-        return self._knows_model and (turn is None or turn.again)
+        is_known = self.told is not None or len(self._configs) > 0
+        return is_known and (turn is None or turn.again)
 
     def __repr__(self) -> str:
         kinds = "; ".join(dict.fromkeys(text for _, text in self._texts()))
-        kv = self._outline if self.kv is None else self.kv
-        held = "no tokens yet"
+        kv, held = self._outline, "no tokens yet"
         if self.kv is not None:
             held = f"batch {kv.batch}, {self.length_of(0)} tokens, room for {kv.max_seq_len}"
         return (
@@ -329,7 +378,7 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             return f"the {kept if self.keeps(layer) else 'rows of another layer'}"
         if at is None:
             return "nothing, it has no attention"
-        kv = self._outline if self.kv is None else self.kv
+        kv = self._outline
         held = kv.layers[at]
         text = f"K {held.k_format}, V {held.v_format}"
         if isinstance(kv, LatentKVCache):
@@ -427,13 +476,11 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
         is_other = self.kv is not None and self.kv.batch != batch
         is_due = self.kv is None or (is_other and not self.past.length)
         if is_due and self._make is not None:
-            exact = self._exact_format or exact_codec(keys.dtype)
             size = self._max_seq_len or new + SPACE
             layers = self.layers_held.of_rank(keys.shape[1])
             if self._dequantizes:  # configs of such models have other names for them
                 layers = replace(layers, num_kv_heads=keys.shape[1])
-            device = self._devices or keys.device
-            kv = self._make(layers, batch, size, exact_format=exact, device=device)
+            kv = self._made(layers, batch, size, keys.dtype, keys.device)
             kv.step_lens = self._step_lens
             self._hold(kv)
         assert self.kv is not None
@@ -481,28 +528,23 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
             self.layers[layer].reset()
             _forget_tensors(self.layers[layer])
         self.call.reset()
-        self.latents, self.awaits_whole_text = None, False
+        self.latents = None
+        if self.hook is not None:
+            self.hook.awaits_whole_text = False
         if self.kv is not None:
             self.kv.reset()
             self._hold(self.kv)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
-        self._refresh()
-        if self.kv is not None:
-            self.kv.reorder(beam_idx)  # refuses what does not fit
         self.has_beams = True
-        self._take_states(beam_idx)
-        if self.kv is not None:
-            self._taken(beam_idx)
+        self._take(beam_idx, KVCache.reorder)
 
     def activate_past_recording(self) -> None:
         """Expect drafts, which transformers announces, and compile their kernels, too."""
         super().activate_past_recording()  # type: ignore[no-untyped-call]  # transformers has no types
-        decoder = None if self._decoder is None else self._decoder()
-        self.awaits_whole_text = self.length_of(0) > 0 and decoder is not None
-        if decoder is not None and self.awaits_whole_text and self.hook is None:
-            self.hook = DecoderHook(decoder)
+        if self.hook is not None:
+            self.hook.awaits_whole_text = self.length_of(0) > 0 and self.hook.listen()
         if self._drafts and not self._dequantizes:
             self._step_lens = tuple(range(1, DRAFTS + 1))
             if self.kv is not None:
@@ -544,20 +586,351 @@ class QuantizedCache(CachedText, NoShallowCopy, Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at these places."""
-        if self.kv is not None:
-            if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
-                indices = indices.nonzero()[:, 0]  # as torch indexes
-            self._refresh()
-            self.kv.select(indices)
-            self._take_states(indices)
-            self._taken(indices)
-            if self.is_compileable:  # tensors lie elsewhere
-                keep_in_new_place(self.kv)
+        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]  # as torch indexes
+        self._take(indices, KVCache.select)
+        if self.kv is not None and self.is_compileable:  # tensors lie elsewhere
+            keep_in_new_place(self.kv)
 
-    def _take_states(self, index: torch.Tensor) -> None:
-        """Let layers of transformers follow: what their states have in place of batch_select."""
-        for layer in self.layers_held.kept:
+    def _take(self, index: torch.Tensor, move: Callable[..., None]) -> None:
+        """Let rows, by a method of KVCache, and all that is known of them follow sequences."""
+        if self.kv is None:
+            return
+        self._refresh()
+        move(self.kv, index)  # refuses what does not fit
+        for layer in self.layers_held.kept:  # what states have in place of batch_select
             self.layers[layer].reorder_cache(index)
+        self._starts_before = None
+        if self.ids is not None:
+            self.ids = self.ids[torch.as_tensor(index, device=self.ids.device)]
+        if any(self.past.pads) or any(self.starts):
+            places = whole_numbers("index", index).tolist()
+            self.starts = [self.starts[place] for place in places]
+            self._count(self.past.take(places))
+        else:  # all are alike: places need not be read
+            self.starts = [0] * len(index)
+            self._count(Columns(self.past.length, self.starts))
+
+    def check_model(self, config: Any) -> None:
+        """Raise unless the rows, if any, are those of the calling model or layer; looks once a
+        config."""
+        is_known = self.told is not None or any(config is known for known in self._configs)
+        if self.kv is None or is_known:
+            return
+        longest = self.kv.max_seq_len if self._make is None else self._max_seq_len
+        layers = cache_layers(config, longest=longest)
+        if self._configs:
+            check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
+        else:
+            self.fit(layers)
+        self._configs.append(config)
+
+    def keeps(self, layer: int | None) -> bool:
+        """Whether a layer is transformers' own, or attends to the keys of one."""
+        held = self.layers_held
+        return layer is not None and held.shared.get(layer, layer) in held.others
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether a layer of transformers' own attends, and so needs a mask."""
+        return any(isinstance(self.layers[at], CacheLayerMixin) for at in self.layers_held.others)
+
+    @property
+    def num_places(self) -> int:
+        return len(self.layers_held.places)
+
+    @torch.inference_mode(False)  # else the flags could not be changed outside
+    def _hold(self, kv: KVCache) -> None:
+        """Take a KVCache, with what it has; the only place where lengths are read."""
+        self.kv, self._outline, self.ids = kv, kv, None
+        lens, self.starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
+        if self._dequantizes:
+            check_columns(kv, lens)
+        self.call.is_ahead, self._starts_before = False, None
+        self._count(Columns.of_lens(lens))
+        if self.wrong is None or self.wrong.device != kv.device:
+            self.wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
+        if self.is_compileable:
+            keep_in_place(kv, self.wrong)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether torch.compile takes steps as one graph; generate reads it."""
+        # So a cache has its room from the beginning, on one device, and the model turns no keys and
+        # scales no queries by the length of the text. Before torch 2.13 no layer attends to another
+        # one's keys.
+        layers = self.layers_held
+        depends = layers.turn is not None or layers.scaled_from is not None
+        if depends or (LOSES_MARKS and len(layers.shared) > 0):
+            return False
+        keeps = len(layers.others) + len(layers.states) > 0
+        is_other = self._dequantizes or keeps or self._outline.is_spread
+        return self._max_seq_len is not None and not is_other
+
+    @property
+    def max_columns(self) -> int:
+        """Columns that there is room for; -1 for a cache that grows."""
+        if self._max_seq_len is None or self.kv is None:
+            return self._max_seq_len or -1
+        return self.kv.max_seq_len
+
+    def _count(self, past: Columns) -> None:
+        """Know that the rows hold these columns."""
+        self.past, self.has_empty = past, past.has_empty
+        self._mark()
+
+    def _mark(self) -> None:
+        self._marks = None if self.kv is None else _marks_of(self.kv)
+
+    @property
+    def _is_changed(self) -> bool:
+        """Whether another owner has changed the KVCache; True while a layer appends."""
+        return self.kv is not None and _marks_of(self.kv) != self._marks
+
+    def _begin(self, columns: int, *, was_asked: bool) -> None:
+        """Begin a call of this many columns, if none is open."""
+        asked, lens = self.told or Told()
+        if asked not in (None, columns):
+            raise UnsupportedModelError(
+                f"the model was given {asked} columns of ids, and its layers get {columns}: "
+                "its forward puts others beside them (virtual tokens, an image), which each step "
+                "would append again. CachedModel serves models whose layers get the tokens alone"
+            )
+        self._refresh()
+        self.call.begin(was_asked=was_asked)
+        if lens is not None and self.kv is not None and int(lens.min()) < columns:
+            self.call.padding = Padding.behind(lens, columns, self.kv.device)
+
+    def _refresh(self) -> None:
+        """Count what complete calls appended; recount if the KVCache changed between calls."""
+        self._settle()
+        if not self.call.due and self._is_changed:
+            assert self.kv is not None
+            self._hold(self.kv)
+
+    def _settle(self) -> None:
+        """Count what complete calls have appended among the past."""
+        if self.call.is_complete:
+            marks, self._marks = self._marks, None  # Ctrl-C in between: all is counted anew
+            past = self._past_and_call
+            self.call.count()
+            self.past, self.has_empty, self._starts_before = past, past.has_empty, None
+            self._marks = marks
+        if self.call.is_ahead:
+            assert self.kv is not None
+            steps = int(self.kv.layers[0].seq_lens[0]) - self.past.lens[0]
+            self.past, self.call.is_ahead = self.past.with_more(steps, None), False
+
+    @property
+    def _past_and_call(self) -> Columns:
+        """The columns once those of this call are counted."""
+        return self.past.with_more(self.call.columns, self.call.padding)
+
+    def is_step(self, columns: int) -> bool:
+        """Whether so many new columns are a token of each sequence after others."""
+        # The host reads nothing of these. Until each sequence has begun, a column may be padding.
+        return columns == 1 and not self.has_empty
+
+    def is_traced(self, columns: int) -> bool:
+        """Whether torch.compile makes a call of so many columns part of a graph."""
+        if not self.is_step(columns) or not self.is_compileable:
+            return False
+        is_known = self.told is not None or self.call.has_run
+        return self.kv is not None and is_known and not self.call.is_between
+
+    def takes_drafts(self) -> bool:
+        """Whether the new tokens are drafted ones, which attend to rows only, as one token does."""
+        is_few = self._drafts and self.call.columns <= DRAFTS and self.call.padding is None
+        return is_few and not self.past.has_empty
+
+    @property
+    def counts(self) -> list[int]:
+        padding = self.call.padding
+        return [self.call.columns] * len(self.starts) if padding is None else padding.counts
+
+    @property
+    def columns(self) -> int:
+        """Columns of the past and of this call; in a graph, those that there is room for."""
+        if torch.compiler.is_compiling():
+            return self.max_columns
+        return self.past.length + self.call.columns
+
+    def length_of(self, at: int | None) -> int:
+        """Columns of a layer, with those of this call once appended."""
+        if torch.compiler.is_compiling() and self.is_traced(1):
+            assert self.kv is not None
+            columns: Any = self.kv.layers[at or 0].seq_lens.max()  # as in a StaticCache
+            return columns  # type: ignore[no-any-return]  # their type says int
+        is_between = torch.compiler.is_compiling() or self.call.is_between
+        if self.call.is_ahead or (not is_between and self._is_changed):
+            self._refresh()
+        return self.past.length + (self.call.columns if (at or 0) < self.call.due else 0)
+
+    def append(self, handed: Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append a layer's tokens, packed; the next layer is due."""
+        self.call.check_handed()
+        lens = None if handed.padding is None else handed.padding.lens
+        handed.kv.append(handed.at, keys, values, lens)
+        self._appended(handed)
+
+    def step(
+        self,
+        handed: Handed,
+        queries: tuple[torch.Tensor, ...],
+        rows: tuple[torch.Tensor, torch.Tensor],
+        **options: Any,
+    ) -> torch.Tensor:
+        """Append a layer's one token, or drafted ones, and attend by KVCache.step."""
+        self.call.check_handed()
+        kv, at = handed.kv, handed.at
+        step: Callable[..., torch.Tensor] = kv.step
+        attend: Callable[..., torch.Tensor] = kv.attend
+        if handed.padding is None:
+            out = step(at, *queries, *rows, **options)
+        else:
+            kv.append(at, *rows, handed.padding.lens)
+            out = attend(at, *queries, **options)
+        self._appended(handed)
+        return out
+
+    def _appended(self, handed: Handed) -> None:
+        handed.appended, self.latents = True, None
+        if handed.is_traced:
+            self.call.append_in_graph(handed.at, self.num_places)
+            return
+        self.call.append(self.num_places)
+        self._mark()
+        if self.call.is_complete:
+            self.has_empty = self._past_and_call.has_empty
+
+    def take_latents(self, layer: Any) -> Handed | None:
+        """The latents that this layer attends to; None once nobody holds them, as after a failed
+        call."""
+        handed = self.latents
+        is_its = handed is not None and handed.layer == layer and handed.latents is not None
+        return handed if is_its else None
+
+    def take_back(self) -> None:
+        """Drop what this call has appended, and begin anew; a recorded call has not run."""
+        self.latents = None
+        self.call.fail(is_torn=bool(self.layers_held.kept))
+        if self.kv is None or debug.is_recorded(self.kv.start_positions):
+            return
+        # changed: the first layer has appended, and what came behind that has failed
+        if self.call.due or self._is_changed:
+            with suppress(ShapeError):  # windows that are overwritten: the next call says so
+                self.kv.crop(self.past.lens)
+                self._forgotten(self.past)
+
+    def _forgotten(self, past: Columns) -> None:
+        """The rows were cropped to these columns, and no layer has anything of a call."""
+        if self._starts_before is not None:
+            self.begin_at(self._starts_before)
+            self._starts_before = None
+        self.call.forget()
+        self.latents = None
+        self.ids = None if self.ids is None else self.ids[:, : past.length]
+        self._count(past)
+
+    def begin_at(self, starts: list[int]) -> None:
+        """Set the position of each sequence's first token, until the call is undone."""
+        assert self.kv is not None
+        if starts != self.starts:
+            self._starts_before, self.starts = self.starts, starts
+            self.kv.start_positions.copy_(torch.tensor(starts, device="cpu"))
+
+    def check_attended(self) -> None:
+        """Raise if a layer did not attend to its keys by "kvquant"."""
+        try:
+            self.call.check_attended()
+        except BaseException:
+            self.take_back()
+            raise
+
+    def refuse_mask(self, layer: str) -> None:
+        """Raise for a layer with the mask of another attention."""
+        running.traced = None  # noted for our mask function, which this call has not reached
+        self._settle()  # in a graph nobody has: the call before is complete, and stays
+        self.take_back()
+        refuse_attention(layer)
+
+    def check_complete(self) -> None:
+        """Raise unless the call that has ended appended to every layer."""
+        self.check_attended()
+        if not self.call.is_complete:
+            raise ShapeError(
+                f"the model has appended to {self.call.due} layers of the cache's "
+                f"{self.num_places}: make the cache by QuantizedCache(model), or "
+                "CachedModel.new_cache"
+            )
+
+    def end_call(self) -> None:
+        """Forget a call that raised before its first layer."""
+        if not torch.compiler.is_compiling():  # there nothing has run
+            self.call.end()
+
+    def mask_sizes(self, columns: int) -> tuple[int, int]:
+        """Columns to attend to, and where they start; the model asks before it makes a mask."""
+        if torch.compiler.is_compiling():
+            if self.is_traced(columns):
+                running.note(self)
+                self.call.awaits_mask = True
+                return self.max_columns, 0
+            found: tuple[int, int] = outside_of_graphs(self.mask_sizes, columns)
+            return found
+        running.traced = None  # of a call that was refused while it was traced
+        self.check_new(columns)
+        self._begin(columns, was_asked=True)
+        if columns == 1:
+            self._check_room()
+        if not self._dequantizes:  # else the masks are transformers' own
+            running.note(self)
+            self.call.awaits_mask = True
+        return self.past.length + columns, 0
+
+    def check_new(self, columns: int) -> int:
+        """The new columns of a call; ConfigError if it brings none."""
+        if columns < 1:
+            self._refresh()
+            if self.past.is_empty:
+                raise ConfigError(
+                    "the prompt is empty: give the id of one token or more, such as bos_token_id"
+                )
+            self.refuse_shorter()
+        return columns
+
+    def held_of(self, whole: int) -> int:
+        """Columns that the cache holds of a text of so many; ConfigError if these are all."""
+        self._refresh()
+        return whole - self.check_new(whole - self.past.length)
+
+    def _check_room(self) -> None:
+        """Raise if a step finds no room; in a graph nobody would notice before check."""
+        room, lens = self.max_columns, self.past.lens
+        if self.kv is None or room < 0 or self.past.length < room or self.call.is_between:
+            return
+        longest = max(lens)
+        if longest >= room:
+            raise ShapeError(
+                f"sequence {lens.index(longest)} would grow to {longest + 1} tokens, "
+                f"max_seq_len is {room}: crop it, or make a larger cache"
+            )
+
+    def refuse_anew(self) -> NoReturn:
+        """Raise ConfigError for a text that begins anew."""
+        raise ConfigError(
+            f"a text is read from its beginning, and the cache holds {self.past.length} tokens "
+            f"already. {ANOTHER}. If generate does this in a text of its own, either it drafts "
+            "(prompt_lookup_num_tokens, assistant_model) with a cache that does not know the "
+            "model: make it by QuantizedCache(model), or QuantizedCache(kv, model=model). Or it "
+            "has use_cache=False, be it from the model's generation_config: give use_cache=True"
+        )
+
+    def refuse_shorter(self) -> NoReturn:
+        raise ConfigError(
+            f"the text that came ends where the tokens of the cache do, or before: the cache holds "
+            f"{self.past.length}, and the text brings nothing new or is another one. {ANOTHER}"
+        )
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -667,3 +1040,8 @@ def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if states.dtype == dtype:
         return states.view_as(states)
     return states.to(dtype).to(states.dtype)
+
+
+def _marks_of(kv: KVCache) -> tuple[int, int]:
+    """What differs once somebody else has changed lengths or positions; nothing is read."""
+    return kv.changes, kv.start_positions._version

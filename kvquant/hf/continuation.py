@@ -12,10 +12,10 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError
+from .handed import ANOTHER, OurCache
 from .models.hook import Shown
 from .models.positions import check_scale, check_turn
-from .padding import Padding
-from .text import ANOTHER, CachedText
+from .padding import Columns, Padding
 
 MASK = (
     "the attention_mask of a step shows other tokens than the cache has and the new one: give it "
@@ -36,7 +36,7 @@ _PLACED = (
 )
 
 
-def take_mask(text: CachedText, mask: torch.Tensor, columns: int) -> None:
+def take_mask(text: OurCache, mask: torch.Tensor, columns: int) -> None:
     """Read which columns hold tokens from a mask, [batch, past and new columns] bool.
 
     Raises:
@@ -46,9 +46,10 @@ def take_mask(text: CachedText, mask: torch.Tensor, columns: int) -> None:
         _check_step_mask(text, mask)
         return
     past = text.past
-    if text.is_told or text.call.due:  # due: a call has failed, hand tells it
+    if text.told is not None or text.call.due:  # due: a call has failed, hand tells it
         return
-    if text.awaits_whole_text and mask.shape[1] == columns:  # made before the hook cuts the ids
+    awaits_whole_text = text.hook is not None and text.hook.awaits_whole_text
+    if awaits_whole_text and mask.shape[1] == columns:  # made before the hook cuts the ids
         columns = text.check_new(columns - past.length)
     if mask.shape[1] < past.length + columns:
         if mask.shape[1] == columns > 1 and not past.is_empty:
@@ -75,7 +76,7 @@ def take_mask(text: CachedText, mask: torch.Tensor, columns: int) -> None:
         text.call.padding = Padding(mask[:, past.length :], on_host)
 
 
-def _check_step_mask(text: CachedText, mask: torch.Tensor) -> None:
+def _check_step_mask(text: OurCache, mask: torch.Tensor) -> None:
     """Raise unless the mask of a step shows the tokens of the cache and one more."""
     assert text.kv is not None
     lens = text.kv.layers[0].seq_lens
@@ -83,7 +84,7 @@ def _check_step_mask(text: CachedText, mask: torch.Tensor) -> None:
     _check(text, (tokens != lens + 1).any(), 0)
 
 
-def _check(text: CachedText, is_wrong: torch.Tensor, what: int) -> None:
+def _check(text: OurCache, is_wrong: torch.Tensor, what: int) -> None:
     """Raise what is wrong in a step, at once or, where it would have to be read, in check."""
     if not debug.may_read(is_wrong):
         assert text.wrong is not None
@@ -92,7 +93,7 @@ def _check(text: CachedText, is_wrong: torch.Tensor, what: int) -> None:
         raise ConfigError(WRONG[what])
 
 
-def check_positions(text: CachedText, positions: Any, is_traced: bool) -> None:
+def check_positions(text: OurCache, positions: Any, is_traced: bool) -> None:
     """Raise unless the positions of a call's tokens are those of the cache.
 
     Args:
@@ -109,10 +110,11 @@ def check_positions(text: CachedText, positions: Any, is_traced: bool) -> None:
     assert text.kv is not None
     columns = 1 if is_traced else text.call.columns
     told: torch.Tensor | None = None
-    if not is_traced and positions is not None:
-        text.hook = None  # attention is shown them: none is needed
-    elif not is_traced:
-        positions, text.shown = text.shown.positions, Shown()
+    if not is_traced and text.hook is not None:
+        if positions is None:
+            positions = text.hook.take().positions
+        elif text.hook.stop.alive:  # attention is shown them
+            text.hook.stop()
     is_told = isinstance(positions, torch.Tensor) and positions.ndim <= 2
     if is_told and positions.shape[-1] == columns:
         own = positions.expand(text.kv.batch, columns)
@@ -134,7 +136,7 @@ def check_positions(text: CachedText, positions: Any, is_traced: bool) -> None:
     text.begin_at(starts)
 
 
-def _check_traced(text: CachedText, told: torch.Tensor | None) -> None:
+def _check_traced(text: OurCache, told: torch.Tensor | None) -> None:
     """Compare the positions of a step in a graph with the next ones of the cache."""
     if text.is_placed:
         return
@@ -144,10 +146,10 @@ def _check_traced(text: CachedText, told: torch.Tensor | None) -> None:
         raise ConfigError(f"{POSITIONS}; {_PLACED}")
 
 
-def check_goes_on(text: CachedText) -> None:
+def check_goes_on(text: OurCache) -> None:
     """Raise if a call of other attention does not continue the cache, as far as its decoder
     shows."""
-    call, text.shown = text.shown, Shown()
+    call = Shown() if text.hook is None else text.hook.take()
     past, new = text.past.length, text.call.columns
     if not past:
         return
@@ -162,7 +164,7 @@ def check_goes_on(text: CachedText) -> None:
         text.refuse_shorter()
 
 
-def _check_not_anew(text: CachedText, told: list[int]) -> None:
+def _check_not_anew(text: OurCache, told: list[int]) -> None:
     """Raise if a text is read from its beginning into a cache with tokens; see _starts_by."""
     known = zip(told, text.past.lens, text.counts, strict=True)
     behind = [first for first, held, count in known if held and count]
@@ -170,9 +172,10 @@ def _check_not_anew(text: CachedText, told: list[int]) -> None:
         text.refuse_anew()
 
 
-def _starts_by(text: CachedText, told: torch.Tensor | None) -> list[int]:
+def _starts_by(text: OurCache, told: torch.Tensor | None) -> list[int]:
     """The position of each sequence's first token, by what this call says of its first new one."""
-    past, starts = text.past, text.starts
+    past: Columns = text.past
+    starts: list[int] = text.starts
     if told is not None and text.is_step(text.call.columns):
         _check_next(text, told)
         return starts
@@ -196,7 +199,7 @@ def _starts_by(text: CachedText, told: torch.Tensor | None) -> list[int]:
     return starts
 
 
-def _check_next(text: CachedText, told: torch.Tensor) -> None:
+def _check_next(text: OurCache, told: torch.Tensor) -> None:
     """Raise unless a step's positions, [batch], are the next ones of the cache."""
     assert text.kv is not None
     now = text.kv.start_positions + text.kv.layers[0].seq_lens

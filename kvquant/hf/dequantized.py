@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from .gradients import without_gradient
-from .text import Handed
+from .handed import Handed
 
 
 def append_and_dequantize(

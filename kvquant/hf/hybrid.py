@@ -22,11 +22,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..cache.contiguous import KVCache
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedModelError
 from .argument import as_argument
-from .cache import QuantizedCache, QuantizedLayer
+from .cache import QuantizedCache
 from .call import ATTENTION
 from .model import CachedModel, Progress, loaded
-from .models.configs import CacheLayers, cache_layers, input_device, layers_of_rank
-from .models.latent import check_latent_layers
+from .models.configs import CacheLayers, cache_layers, input_device
 from .switch import attending, plain_implementation
 
 # model types whose later chunks transformers 5.24 computes from an empty state
@@ -146,21 +145,7 @@ class HybridModel(CachedModel):
         """As CachedModel, with the layers that transformers keeps."""
         if new_lens is not None and int(new_lens.min()) < int(new_lens.max()):
             raise ShapeError("a HybridModel reads sequences of one length: give them one by one")
-        beside = self._beside(cache)
-        past = QuantizedCache(
-            cache,
-            max_seq_len=cache.max_seq_len,
-            placed=True,
-            drafts=False,
-            dequantize=self.dequantizes,
-        )
-        past.fit(self._layers, beside)
-        past.is_told = True
-        for layer in self._layers.states:
-            if isinstance(beside[layer], QuantizedLayer):
-                past.layers[layer] = beside[layer]
-                beside[layer].bind(past)
-        return past
+        return super().past_of(cache, new_lens)
 
     def call(self, past: QuantizedCache, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor:
         """As CachedModel; the model counts positions by the cache, as it does in generate."""
@@ -214,11 +199,7 @@ class HybridModel(CachedModel):
 
     @cached_property
     def _layers(self) -> CacheLayers:
-        found = cache_layers(self.config, longest=0 if self.dequantizes else None)
-        found = layers_of_rank(self.model, found)
-        if found.are_latent:
-            latent_dim, rope_dim = found.k_dims[0], found.v_dims[0]
-            check_latent_layers(self.model, latent_dim=latent_dim, rope_dim=rope_dim)
+        found = self._served(cache_layers(self.config, longest=0 if self.dequantizes else None))
         if self.dequantizes:  # configs of such models tell the heads in several ways
             found = replace(found, windows=(None,) * len(found.places), num_kv_heads=self._heads())
         return found

@@ -15,8 +15,9 @@ from transformers import GenerationMixin
 
 from ..errors import ConfigError
 from .argument import NAMES
+from .cache import QuantizedCache
+from .handed import ANOTHER
 from .models.decoders import check_adapter
-from .text import ANOTHER, CachedText
 
 ANY, BEAM = -1, -2  # in place of ids: padding; a token of a beam, which is not that of the answer
 
@@ -26,7 +27,7 @@ def _watched(generate: Any) -> Any:
 
     @wraps(generate)
     def watched(model: Any, inputs: Any = None, *args: Any, **given: Any) -> Any:
-        cache = next((given[x] for x in NAMES if isinstance(given.get(x), CachedText)), None)
+        cache = next((given[x] for x in NAMES if isinstance(given.get(x), QuantizedCache)), None)
         if cache is None:
             return generate(model, inputs, *args, **given)
         came = given.get("input_ids") if inputs is None else inputs
@@ -50,12 +51,12 @@ def _watched(generate: Any) -> Any:
     return watched
 
 
-def _size(cache: CachedText) -> tuple[int, int]:
+def _size(cache: QuantizedCache) -> tuple[int, int]:
     """Tokens and sequences that a cache holds."""
     return cache.length_of(0), 0 if cache.kv is None else cache.kv.batch
 
 
-def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | None:
+def _whole(cache: QuantizedCache, came: torch.Tensor, mask: Any) -> torch.Tensor | None:
     """The ids of the text that a call of generate goes on with."""
     if came.ndim != 2 or came.is_floating_point():
         return None
@@ -89,7 +90,9 @@ def _whole(cache: CachedText, came: torch.Tensor, mask: Any) -> torch.Tensor | N
     return ids
 
 
-def _held(cache: CachedText, text: torch.Tensor, came: Any, sequences: Any) -> torch.Tensor | None:
+def _held(
+    cache: QuantizedCache, text: torch.Tensor, came: Any, sequences: Any
+) -> torch.Tensor | None:
     """The ids that a cache holds after a call of generate; None if unknown."""
     assert cache.kv is not None
     own = _repeated(text.to(cache.kv.device), cache.kv.batch)

@@ -21,11 +21,12 @@ from transformers.masking_utils import (
 )
 
 from ..errors import UnsupportedModelError
+from .cache import QuantizedCache
 from .call import ATTENTION
 from .compile.tracing import outside_of_graphs
 from .continuation import take_mask
+from .handed import running
 from .switch import DEQUANTIZE
-from .text import CachedText, running
 
 BLOCK = 512  # tokens, whose masks are compared at a time: each has a byte for each token before it
 
@@ -141,21 +142,20 @@ def _mask(
     return _with_mark(mask, mark)
 
 
-def _asked(columns: int) -> CachedText | None:
+def _asked(columns: int) -> QuantizedCache | None:
     """The cache for whose sizes transformers makes this mask, of so many columns."""
-    if torch.compiler.is_compiling():
-        return running.take()
-    if running.traced is not None:  # a graph has ended in between
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and running.traced is not None:  # a graph has ended in between
         running.traced.mask_sizes(columns)
-    cache = running.take()
-    if cache is not None and cache.call.awaits_mask:
+    cache: QuantizedCache | None = running.take()
+    if is_traced or (cache is not None and cache.call.awaits_mask):
         return cache
     running.forget()
     return None
 
 
 def _marks_of(
-    cache: CachedText, given: dict[str, Any], sizes: dict[str, Any]
+    cache: QuantizedCache, given: dict[str, Any], sizes: dict[str, Any]
 ) -> tuple[MaskMark, ...]:
     """What a mask shows. For unknown code: each mask whose values this one has in this call."""
     mask_function, local_size = given["mask_function"], given["local_size"]

@@ -31,7 +31,7 @@ from ..rows.arguments import (
 )
 from ..rows.quantize import exact_codec
 from .argument import as_argument
-from .cache import QuantizedCache
+from .cache import QuantizedCache, Told
 from .call import ATTENTION
 from .compile.captured import CapturedStep
 from .models.configs import (
@@ -105,6 +105,8 @@ class CachedModel:
         >>> model.generate(cache, logits, 5).shape
         torch.Size([1, 5])
     """
+
+    dequantizes = False  # see HybridModel
 
     def __init__(
         self, model: Any, tokenizer: Any = None, *, exact_format: str | None = None
@@ -607,15 +609,11 @@ class CachedModel:
         return {i: window for i, window in enumerate(layer_windows(self.config)) if window}
 
     def _run(
-        self,
-        cache: KVCache,
-        tokens: torch.Tensor,
-        new_lens: torch.Tensor | None,
-        keep: list[int],
+        self, cache: KVCache, tokens: torch.Tensor, new_lens: torch.Tensor | None, keep: list[int]
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
         past = self.past_of(cache, new_lens)
-        before, past.asked = past.past.lens, tokens.shape[1]
+        before, past.told = past.past.lens, Told(tokens.shape[1], new_lens)
         try:
             logits = self.call(past, tokens.to(input_device(self.model)), keep)
             cache.check()
@@ -668,9 +666,17 @@ class CachedModel:
 
     def past_of(self, cache: KVCache, new_lens: torch.Tensor | None = None) -> QuantizedCache:
         """A cache as the model takes it for one call; new_lens as in QuantizedCache.tell."""
-        past = QuantizedCache(cache, placed=True, drafts=False, max_seq_len=cache.max_seq_len)
-        past.tell(self._layers, new_lens)  # some models make masks of their own
+        size, dequantize = cache.max_seq_len, self.dequantizes
+        past = QuantizedCache(
+            cache, placed=True, drafts=False, max_seq_len=size, dequantize=dequantize
+        )
+        past.fit(self._layers, self._beside(cache))
+        past.told = Told(None, new_lens)  # some models make masks of their own
         return past
+
+    def _beside(self, cache: KVCache) -> Sequence[Any]:
+        """All layers as transformers keeps them, where it keeps some: see QuantizedCache.fit."""
+        return ()
 
     def call(self, past: QuantizedCache, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor:
         """Call the model at the positions after the cache's tokens; the host reads nothing.
@@ -725,12 +731,17 @@ class CachedModel:
     @cached_property
     def _layers(self) -> CacheLayers:
         """The layers that a cache holds; UnsupportedModelError if it cannot serve the model."""
-        layers = layers_of_rank(self.model, cache_layers(self.config))
+        layers = self._served(cache_layers(self.config))
         layers.check_whole()
+        _ = self._positions
+        return layers
+
+    def _served(self, layers: CacheLayers) -> CacheLayers:
+        """These layers with this rank's heads; UnsupportedModelError if they make other rows."""
+        layers = layers_of_rank(self.model, layers)
         if layers.are_latent:
             latent_dim, rope_dim = layers.k_dims[0], layers.v_dims[0]
             check_latent_layers(self.model, latent_dim=latent_dim, rope_dim=rope_dim)
-        _ = self._positions
         return layers
 
     @cached_property

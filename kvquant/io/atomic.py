@@ -12,6 +12,7 @@ processes left.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -22,11 +23,6 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import ConfigError
-
-try:
-    import fcntl
-except ImportError:  # Windows: what killed processes left stays
-    fcntl = None  # type: ignore[assignment]
 
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 
@@ -53,8 +49,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if fcntl is None:  # Windows renames no open file
-                file.close()
             os.replace(temporary, target)
     except BaseException as error:
         if temporary != target:
@@ -117,7 +111,7 @@ def _remove_leftovers(target: Path) -> None:
     ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.kvquant\.tmp")
     with suppress(OSError), os.scandir(target.parent) as entries:
         for entry in entries:
-            if fcntl and ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 with suppress(OSError), open(entry.path, "r+b") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(entry.path)
@@ -125,8 +119,6 @@ def _remove_leftovers(target: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Sync the names in a folder to the disk, where the system can."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:  # a folder may be writable and not readable
@@ -146,18 +138,17 @@ def _names_another(error: OSError) -> bool:
 
 
 def _new_file(target: Path, old: Path | None) -> tuple[Path, IO[bytes]]:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.kvquant.tmp")
         descriptor = os.open(temporary, flags, 0o600 if old else 0o666)
         try:
-            if fcntl:
-                with suppress(OSError):  # some network file systems have no locks
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             if not os.fstat(descriptor).st_nlink:  # another writer removed it before the lock
                 os.close(descriptor)
                 continue
-            if old and hasattr(os, "fchmod"):
+            if old:
                 _take_rights(descriptor, old)
             return temporary, open(descriptor, "wb")
         except BaseException:

@@ -58,7 +58,7 @@ from ..errors import (
 )
 from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.arguments import check_kind, check_size
-from ..rows.codec import FP8_DS_MLA, FP16_MAX
+from ..rows.codec import FP8_DS_MLA, FP16_MAX, one_of
 from ..rows.format import HEAD_DIMS, RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
@@ -66,8 +66,9 @@ from .checkpoint import common_lens
 from .schema import INT32, KEY, MAX_LAYERS, MAX_SEQUENCES
 from .tensor_files import SafetensorsFile, TensorSource, save_safetensors
 
-TARGETS = ("bf16", "fp16", "fbgemm", "xformers")  # of keys and values
-LATENT_TARGETS = ("bf16", "fp16", "flashmla")
+# by whether rows are latent
+TARGETS = {False: ("bf16", "fp16", "fbgemm", "xformers"), True: ("bf16", "fp16", "flashmla")}
+PACKED_DIMS = {"fbgemm": (128,), "xformers": (64, 128, 256, 512)}  # head_dim of these layouts
 PAGE = 64  # tokens of a page of FlashMLA's
 MOST_HEADS = 128  # that keys and values of a model have
 # a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
@@ -251,11 +252,10 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
         OSError: the file cannot be written.
     """
     check_kind("cache", cache, KVCache, "give a KVCache")
-    kinds = {False: TARGETS, True: LATENT_TARGETS}
-    possible = ", ".join(kinds[cache.latent])
-    if to not in (*TARGETS, *LATENT_TARGETS):
+    possible = ", ".join(TARGETS[cache.latent])
+    if not any(to in names for names in TARGETS.values()):
         raise ConfigError(f"cannot export to {to!r}: use {possible}")
-    if to not in kinds[cache.latent]:
+    if to not in TARGETS[cache.latent]:
         held, wanted = ("latent rows", "keys and values")[:: 1 if cache.latent else -1]
         raise UnsupportedError(
             f"{to} is a layout of {wanted}, and the cache holds {held}: use {possible}"
@@ -269,8 +269,6 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
             )
     if to in EXACT_DTYPES:
         tensors, notes = _values(cache, EXACT_DTYPES[to]), list[str]()
-        if cache.latent:  # of one KV head, which such rows do not speak of
-            tensors = _without_heads(tensors)
     elif cache.bases:
         raise UnsupportedError(
             f"the rows are stored in the bases of a plan, which {to} does not know: export to bf16"
@@ -279,9 +277,8 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
         tensors, notes = _latent_pages(cache), _notes(cache, to, 0)
     else:
         tensors, notes = _packed(cache, to)
-    counts = seq_lens - 1 if to == "fbgemm" else seq_lens
-    name = "seq_positions" if to == "fbgemm" else "seq_lens"
-    tensors[name] = TensorSource(torch.int32, (cache.batch,), lambda: [counts])
+    of_last = to == "fbgemm"
+    tensors["seq_positions" if of_last else "seq_lens"] = TensorSource.of(seq_lens - int(of_last))
     save_safetensors(path, tensors, lambda _: {"format": "pt", "kvquant_export": to})
     return notes
 
@@ -306,8 +303,10 @@ def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
     tensors = {}
     for i, layer in enumerate(cache.layers):
         for side, fmt in (("k", layer.k_format), ("v", layer.v_format)):
-            shape = cache.num_kv_heads, longest, fmt.head_dim
+            shape: tuple[int, ...] = (cache.num_kv_heads, longest, fmt.head_dim)
             values = _padded(cache.batch, shape, dtype, partial(_values_of, cache, dtype, i, side))
+            if cache.latent:  # of one KV head, which such rows do not speak of
+                side, shape = {"k": "latent", "v": "rope"}[side], shape[1:]
             tensors[f"layers.{i}.{side}"] = TensorSource(dtype, (cache.batch, *shape), values)
     return tensors
 
@@ -345,12 +344,11 @@ def _packed(cache: KVCache, to: str) -> tuple[dict[str, TensorSource], list[str]
             places["scale_shift"] = slice(0, fmt.header_bytes)
         dtype = torch.int32 if to == "xformers" else torch.uint8
         for name, place in places.items():
-            words = (place.stop - place.start) // dtype.itemsize
-            shape: tuple[int, ...] = (cache.batch, longest, cache.num_kv_heads)
-            shape += (words,) if name == "cache" else ()
+            size = longest, cache.num_kv_heads, place.stop - place.start
+            words = (size[2] // dtype.itemsize,) if name == "cache" else ()
+            shape = cache.batch, *size[:2], *words
             for side in "kv":
                 rows = partial(_rows_for, cache, to, place, i, side)
-                size = longest, cache.num_kv_heads, place.stop - place.start
                 chunks = _padded(cache.batch, size, torch.uint8, rows)
                 tensors[f"layers.{i}.{name}_{side.upper()}"] = TensorSource(dtype, shape, chunks)
     return tensors, _notes(cache, to, longest)
@@ -386,17 +384,6 @@ def _where(layer: int, side: str, sequence: int, token: int) -> str:
     return f"layer {layer}, {side.upper()}, sequence {sequence}, token {token}"
 
 
-def _without_heads(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """K and V of one KV head as latents and RoPE parts."""
-    found = {}
-    for name, source in tensors.items():
-        layer, side = name.rsplit(".", 1)
-        batch, _, *others = source.shape
-        part = "latent" if side == "k" else "rope"
-        found[f"{layer}.{part}"] = TensorSource(source.dtype, (batch, *others), source.chunks)
-    return found
-
-
 def _latent_pages(cache: LatentKVCache) -> dict[str, TensorSource]:
     """FlashMLA's pages, sequence after sequence, and their block table."""
     count = -(-int(cache.seq_lens.max()) // PAGE)
@@ -430,17 +417,13 @@ def _rows(
 
 
 def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: str) -> None:
-    possible = {
-        "fbgemm": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 128",
-        "xformers": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 64, 128, 256 or 512",
-    }[to]
-    head_dims = {"fbgemm": (128,), "xformers": (64, 128, 256, 512)}[to]
     known = k_format.codec == "int4" or (k_format.codec == "fp8" and k_format.groups == 1)
-    if k_format != v_format or not known or k_format.head_dim not in head_dims:
+    if k_format != v_format or not known or k_format.head_dim not in PACKED_DIMS[to]:
         raise UnsupportedError(
             f"layer {layer} has K in {k_format} and V in {v_format}, head_dim {k_format.head_dim} "
-            f"and {v_format.head_dim}: {to} takes one format for both, {possible}; quantize anew, "
-            "or export to bf16"
+            f"and {v_format.head_dim}: {to} takes one format for both, int4, int4-g2, int4-g4, "
+            f"int4-g8 or fp8 with head_dim {one_of(PACKED_DIMS[to])}; quantize anew, or export to "
+            "bf16"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ SEQUENCES = (
     *map(Column, ("tokens", "packed", "16 bit", "pages", "shared", "known ids")),
 )
 FIGURES = "scale\nmin", "median", "max", "step", "offset"  # of "k" and of "v" of a layer
+OF_ALL = "version", "creation", "num_kv_heads", "sink_len", "recent_len", "exact_format", "latent"
 OF_HEADS, OF_LATENTS = ("K", "V"), ("latent", "RoPE")  # what these are
 
 
@@ -62,32 +64,24 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         described = {
             "path": str(file.path),
             "kind": "cache" if isinstance(manifest, CacheManifest) else "pages",
-            "version": manifest.version,
             "file_bytes": file.num_bytes,
             "model": manifest.model and msgspec.to_builtins(manifest.model),
-            "creation": dict(manifest.creation),
             "num_layers": len(layers),
-            "num_kv_heads": manifest.num_kv_heads,
-            "sink_len": manifest.sink_len,
-            "recent_len": manifest.recent_len,
-            "exact_format": manifest.exact_format,
+            **{name: getattr(manifest, name) for name in OF_ALL},
             "transformed": bool(manifest.transforms),
-            "latent": manifest.latent,
         }
     if manifest.latent:
         for layer, formats in zip(layers, manifest.formats, strict=True):
             layer["format"] = str(LatentFormat(*formats))
             layer["k"]["format"] = layer["format"].partition("+")[0]  # FlashMLA's is "fp8"
+    for layer, window in zip(layers, manifest.layer_windows, strict=True):
+        layer["window"] = window
     problems = []
     if isinstance(manifest, CacheManifest):
         described |= _describe_cache(manifest)
-        for layer, entry in zip(layers, manifest.layers, strict=True):
-            layer["window"] = entry.window
         problems = _all_exact(manifest, layers)
     elif isinstance(manifest, SequencesManifest):
         described |= _describe_sequences(manifest)
-        for layer, window in zip(layers, manifest.windows, strict=False):
-            layer["window"] = window
     problems += warnings(layers, manifest.model, _sides(described))
     return described | totals(layers) | {"layers": layers, "warnings": problems}
 
@@ -95,21 +89,13 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 def render(description: dict[str, Any]) -> str:
     """Tables, as lines, of what describe() returned; unprintable characters are replaced."""
     d = description
-    is_cache = d["kind"] == "cache"
-    what = "cache" if is_cache else "sequences of a paged cache"
-    sequences = d["batch"] if is_cache else len(d["sequences"])
-    heads = [] if d["latent"] else [count_text(d["num_kv_heads"], "KV head")]
-    shape = count_text(d["num_layers"], "layer"), *heads, count_text(sequences, "sequence")
+    what = "cache" if d["kind"] == "cache" else "sequences of a paged cache"
     lines = [
         f"{printable(d['path'])}: kvquant {what}, version {d['version']}, "
         f"{size_text(d['file_bytes'])}",
-        *_origin_lines(d),
-        f"  shape      {', '.join(shape)}",
-        *(_cache_lines(d) if is_cache else _pages_lines(d)),
-        *_totals_lines(d),
-        *([f"  memory     {size_text(d['memory_bytes'])} once loaded"] if is_cache else []),
+        *(f"  {title:<11}{words}" for title, words in _facts(d)),
         "",
-        *([] if is_cache else [_sequences_table(d), ""]),
+        *([] if d["kind"] == "cache" else [_sequences_table(d), ""]),
         _layers_table(d),
         *(paragraph(f"warning: {warning}", "  ") for warning in d["warnings"]),
     ]
@@ -181,62 +167,61 @@ def _all_exact(manifest: CacheManifest, layers: list[dict[str, Any]]) -> list[st
     ]
 
 
-def _origin_lines(d: dict[str, Any]) -> list[str]:
-    """Lines about the model, the creation and the plan of a file."""
-    model = d["model"]
+def _facts(d: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the lines above the tables say, each with its title."""
+    model, is_cache = d["model"], d["kind"] == "cache"
+    named = "not given"
+    if model:
+        weights = model.get("weights", "not known")[:12]
+        config = f"config {model['sha256'][:12]}, weights {weights}"
+        named = f"{printable(model['type']):.100}, {config}"
+    yield "model", named
     made = ", ".join(f"{key}={value}" for key, value in d["creation"].items())
-    return [
-        f"  model      {printable(model['type']):.100}, config {model['sha256'][:12]}, weights "
-        f"{model.get('weights', 'not known')[:12]}"
-        if model
-        else "  model      not given",
-        f"  made       {printable(made or '-'):.200}",
-        f"  plan       {'rows are stored in the bases of a plan' if d['transformed'] else 'none'}",
-    ]
+    yield "made", f"{printable(made or '-'):.200}"
+    yield "plan", "rows are stored in the bases of a plan" if d["transformed"] else "none"
+    heads = [] if d["latent"] else [count_text(d["num_kv_heads"], "KV head")]
+    sequences = count_text(d["batch"] if is_cache else len(d["sequences"]), "sequence")
+    yield "shape", ", ".join([count_text(d["num_layers"], "layer"), *heads, sequences])
+    yield from _cache_facts(d) if is_cache else _pages_facts(d)
+    bits, ratio = d["bits_per_element"], number(d["compression_ratio"])
+    with_exact = f"{number(bits['all'])} with the 16-bit rows"
+    yield "bits", f"{number(bits['packed'])} per element packed, {with_exact}"
+    in_16_bit = f"{size_text(d['bytes_in_16_bit'])} in 16 bit: {ratio}x smaller"
+    yield "bytes", f"{size_text(d['bytes'])} instead of {in_16_bit}"
+    if is_cache:
+        yield "memory", f"{size_text(d['memory_bytes'])} once loaded"
 
 
-def _cache_lines(d: dict[str, Any]) -> list[str]:
-    """Lines about tokens, formats and kinds of rows, and windows."""
+def _cache_facts(d: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Tokens, formats and kinds of rows, and windows."""
+    ends = f"next position {_some(d['positions'])}"
+    yield "tokens", f"{_some(d['seq_lens'])} of {d['max_seq_len']}; {ends}"
+    full = next((layer["k"]["tokens"] for layer in d["layers"] if layer["window"] is None), None)
+    rows = _formats_text(d)
+    if full:
+        rows += f": {full['packed']} tokens; {d['exact_format']}: {full['sinks']} first, "
+        rows += f"{full['recent']} last"
+    yield "rows", rows
     windows: dict[int, list[int]] = {}
     for layer in d["layers"]:
         if layer["window"] is not None:
             windows.setdefault(layer["window"], []).append(layer["layer"])
-    rows = f"  rows       {_formats_text(d)}"
-    full = next((layer["k"]["tokens"] for layer in d["layers"] if layer["window"] is None), None)
-    if full:
-        rows += f": {full['packed']} tokens; {d['exact_format']}: {full['sinks']} first, "
-        rows += f"{full['recent']} last"
     shown = [
         f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: "
         f"the last {count_text(window, 'token')}"
         for window, layers in windows.items()
     ]
-    tokens = (
-        f"  tokens     {_some(d['seq_lens'])} of {d['max_seq_len']}; next position "
-        f"{_some(d['positions'])}"
-    )
-    return [tokens, rows, *([f"  windows    {'; '.join(shown)}"] if shown else [])]
+    if shown:
+        yield "windows", "; ".join(shown)
 
 
-def _pages_lines(d: dict[str, Any]) -> list[str]:
+def _pages_facts(d: dict[str, Any]) -> Iterator[tuple[str, str]]:
     tokens = d["layers"][0]["k"]["tokens"]
-    return [
-        f"  pages      {d['pages']} of {d['page_size']} tokens; {d['shared_pages']} are "
-        f"shared: {d['page_uses']} without sharing",
-        f"  rows       {_formats_text(d)}: {tokens['packed']} tokens; "
-        f"{d['exact_format']}: {tokens['exact']}, the first {d['sink_len']} and the last "
-        f"{d['recent_len']} of each sequence",
-    ]
-
-
-def _totals_lines(d: dict[str, Any]) -> list[str]:
-    bits = d["bits_per_element"]
-    return [
-        f"  bits       {number(bits['packed'])} per element packed, {number(bits['all'])} with "
-        "the 16-bit rows",
-        f"  bytes      {size_text(d['bytes'])} instead of {size_text(d['bytes_in_16_bit'])} in "
-        f"16 bit: {number(d['compression_ratio'])}x smaller",
-    ]
+    sharing = f"{d['shared_pages']} are shared: {d['page_uses']} without sharing"
+    yield "pages", f"{d['pages']} of {d['page_size']} tokens; {sharing}"
+    exact = f"{tokens['exact']}, the first {d['sink_len']} and the last {d['recent_len']} of each"
+    rows = f"{tokens['packed']} tokens; {d['exact_format']}: {exact} sequence"
+    yield "rows", f"{_formats_text(d)}: {rows}"
 
 
 def _sequences_table(d: dict[str, Any]) -> str:

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+Sides = Sequence[tuple[str, RowFormat, RowFormat]]  # "k" or "v", its format, and that in 16 bit
+
+
 class LayerEntry(Object, dict=True):
     """The formats of one layer's packed rows."""
 
@@ -125,9 +128,24 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
         """The packed formats of K and V of each layer."""
         return tuple(entry.formats for entry in self.layers)
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """How many last tokens each layer sees; None for all."""
+        raise NotImplementedError
+
     @cached_property
     def parts(self) -> dict[str, Part]:
         """The tensors of the file by name, in order, without empty ones."""
+        found = {}
+        for layer, formats in enumerate(self.formats):
+            exact = [RowFormat.parse(self.exact_format, fmt.head_dim) for fmt in formats]
+            for part in self._parts_of(layer, [*zip("kv", formats, exact, strict=True)]):
+                if part.num_rows:
+                    found[part.name] = part
+        return found
+
+    def _parts_of(self, layer: int, sides: Sides) -> Iterator[Part]:
+        """The tensors of a layer, empty ones too."""
         raise NotImplementedError
 
     def _problems(self) -> Iterator[str]:
@@ -136,6 +154,8 @@ class Manifest(Object, kw_only=True, dict=True, omit_defaults=True):
 
     def _odd_layers(self) -> Iterator[str]:
         """What is not possible, of layers and their formats."""
+        if self.latent and any(self.layer_windows):
+            yield "latent rows have no windows"
         if len(self.transforms) not in (0, len(self.layers)):
             yield f"{len(self.transforms)} transforms for {len(self.layers)} layers"
         try:
@@ -212,21 +232,17 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
     layers: Annotated[tuple[CacheLayer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     rollback_len: Length = ROLLBACK
 
-    @cached_property
-    def parts(self) -> dict[str, Part]:
-        found: dict[str, Part] = {}
-        for i, entry in enumerate(self.layers):
-            spans = self._spans(entry)
-            for side, fmt in zip("kv", entry.formats, strict=True):
-                exact = RowFormat.parse(self.exact_format, fmt.head_dim)
-                for kind, (counts, firsts) in spans.items():
-                    if not any(counts):
-                        continue
-                    rows = fmt if kind == "packed" else exact
-                    later = fmt if kind == "recent" else None
-                    part = Part(i, side, kind, rows, self.num_kv_heads, counts, firsts, later)
-                    found[part.name] = part
-        return found
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        return tuple(entry.window for entry in self.layers)
+
+    def _parts_of(self, layer: int, sides: Sides) -> Iterator[Part]:
+        spans = self._spans(self.layers[layer])
+        for side, fmt, exact in sides:
+            for kind, (counts, firsts) in spans.items():
+                rows = fmt if kind == "packed" else exact
+                later = fmt if kind == "recent" else None
+                yield Part(layer, side, kind, rows, self.num_kv_heads, counts, firsts, later)
 
     def _spans(self, entry: CacheLayer) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Rows of each kind for each sequence, and their first tokens."""
@@ -244,8 +260,6 @@ class CacheManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
         }
 
     def _problems(self) -> Iterator[str]:
-        if self.latent and any(entry.window is not None for entry in self.layers):
-            yield "latent rows have no windows"
         if self.latent and self.head_dim != self.formats[0][0].head_dim:
             yield f"head_dim is {self.head_dim}: that of latent rows is their latent_dim"
         ends = tuple(map(sum, zip(self.start_positions, self.seq_lens, strict=False)))
@@ -316,33 +330,28 @@ class SequencesManifest(Manifest, kw_only=True, dict=True, omit_defaults=True):
             "numbers": tuple(found),
         }
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        return self.windows or (None,) * len(self.layers)
+
     @cached_property
-    def parts(self) -> dict[str, Part]:
-        found: dict[str, Part] = {}
+    def _seen_pages(self) -> dict[int | None, dict[str, Any]]:
+        return {window: self._pages(window) for window in set(self.layer_windows)}
+
+    def _parts_of(self, layer: int, sides: Sides) -> Iterator[Part]:
+        heads, pages = self.num_kv_heads, self._seen_pages[self.layer_windows[layer]]
         packed_lens = tuple(sequence.packed_len for sequence in self.sequences)
-        exact = tuple(sequence.length - sequence.packed_len for sequence in self.sequences)
-        windows, zeros = self.windows or (None,) * len(self.layers), (0,) * len(exact)
-        pages: dict[int | None, dict[str, Any]] = {one: self._pages(one) for one in set(windows)}
-        for layer, formats in enumerate(self.formats):
-            for side, fmt in zip("kv", formats, strict=True):
-                fmt16 = RowFormat.parse(self.exact_format, fmt.head_dim)
-                packed = fmt, self.num_kv_heads
-                kept = fmt16, self.num_kv_heads, exact, zeros, fmt, self.sink_len
-                for part in (
-                    PagePart(layer, side, "pages", *packed, **pages[windows[layer]]),
-                    ExactPart(layer, side, "exact", *kept, packed_lens=packed_lens),
-                ):
-                    if part.num_rows:
-                        found[part.name] = part
-        return found
+        counts = tuple(sequence.length - sequence.packed_len for sequence in self.sequences)
+        for side, fmt, exact in sides:
+            yield PagePart(layer, side, "pages", fmt, heads, **pages)
+            rows = counts, (0,) * len(counts), fmt, self.sink_len, packed_lens
+            yield ExactPart(layer, side, "exact", exact, heads, *rows)
 
     def _problems(self) -> Iterator[str]:
         if self.page_size not in PAGE_SIZES:
             yield f"page_size is {self.page_size}: it must be {one_of(PAGE_SIZES)}"
         if self.windows and len(self.windows) != len(self.layers):
             yield f"{len(self.windows)} windows for {len(self.layers)} layers"
-        if self.latent and any(self.windows):
-            yield "latent rows have no windows"
         for i, sequence in enumerate(self.sequences):
             bits = sequence.id.bit_length() if isinstance(sequence.id, int) else 0
             if bits > MAX_ID_BITS:

@@ -14,7 +14,7 @@ import torch
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.arguments import check_kind, is_whole
 from ..rows.basis import Basis, LayerBasis
-from ..rows.format import RowFormat
+from ..rows.format import RowFormat, mean_bits
 from ..rows.latent import LatentFormat
 from .atomic import as_path
 from .model_id import check_identity
@@ -46,7 +46,7 @@ class CachePlan:
         places          L numbers: the layer of the model at each index of the cache
         others          [{"layer", "why"}]: layers of the model without a cache
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
-                        bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
+                        bit}; a side is {"format": "int4", "basis": "none" | "matrix",
                         "rounding": "nearest" | "feedback"}
         bits            per element of K and V, of the packed rows, headers included
         observed_tokens, candidates (formats), zero_data (true: no text was observed)
@@ -107,10 +107,10 @@ class CachePlan:
         kinds = CheckpointError, ConfigError, ShapeError
         with naming(path, kinds), SafetensorsFile(path) as file:
             facts = read_facts(file)
-            bits = check_facts(facts, file.shapes)
-            if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
-                raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
+            check_facts(facts, file.shapes)
             plan = cls(facts, {name: file.read(name) for name in file.shapes})
+            if not abs(facts["bits"] - plan.bits) <= 1e-6:  # NaN is not
+                raise CheckpointError(f"bits is {facts['bits']}: the formats have {plan.bits}")
             check_values(facts, plan.tensors)
             _ = plan.layers  # every matrix has an inverse
         if model is not None:
@@ -133,15 +133,15 @@ class CachePlan:
         except TypeError as error:
             raise ConfigError(f"the facts of the plan are not plain data ({error})") from None
         try:
-            facts["bits"] = check_facts(written, shapes)
+            check_facts(written, shapes)
             check_values(written, tensors)
-            _ = CachePlan(written, tensors).layers
+            plan = CachePlan(written, tensors)
+            _ = plan.layers
         except (ConfigError, ShapeError) as error:
             raise CheckpointError(str(error)) from None
         sources = {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
-        save_safetensors(
-            path, sources, partial(sealed, {**facts, "format": PLAN, "shapes": shapes})
-        )
+        top = {**facts, "bits": plan.bits, "format": PLAN, "shapes": shapes}
+        save_safetensors(path, sources, partial(sealed, top))
 
     def check_model(self, config: Mapping[str, Any], name: str = "the plan") -> None:
         """Raise CheckpointError unless the plan was made for the model of this config."""
@@ -297,8 +297,7 @@ class CachePlan:
     @property
     def bits(self) -> float:
         """Bits per element of the packed rows, headers included."""
-        formats = [*self.k_formats, *self.v_formats]
-        return 8 * sum(f.row_bytes for f in formats) / sum(f.head_dim for f in formats)
+        return mean_bits([*self.k_formats, *self.v_formats])
 
     @cached_property
     def layers(self) -> list[LayerBasis]:
@@ -335,7 +334,7 @@ class CachePlan:
         if chosen is None:
             matrix = tensor("matrix") if entry["basis"] == "matrix" else None
             feedback = tensor("feedback") if entry["rounding"] == "feedback" else None
-            chosen = Basis(tensor("offset"), entry["basis"], matrix, None, feedback)
+            chosen = Basis(tensor("offset"), matrix, None, feedback)
             self._unclipped[layer, side] = chosen
         clip = f"clip.{entry['format']}"
         if f"{side}.{clip}" in self.tensors:

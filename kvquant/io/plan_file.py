@@ -21,7 +21,7 @@ class _Side(msgspec.Struct):
     """How K or V of a layer is kept."""
 
     format: str
-    basis: Annotated[str, Meta(pattern=r"\A(none|hadamard|matrix)\Z")]
+    basis: Annotated[str, Meta(pattern=r"\A(none|matrix)\Z")]
     rounding: Annotated[str, Meta(pattern=r"\A(nearest|feedback)\Z")]
 
     @property
@@ -85,8 +85,8 @@ def read_facts(file: SafetensorsFile) -> dict[str, Any]:
     return facts
 
 
-def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Bits per element of the packed rows; CheckpointError unless facts fit the shapes."""
+def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless facts fit the shapes of the tensors."""
     given = checked(dict(facts), _Facts, "the plan")
     refuse(CheckpointError, _odd_shapes(given, shapes))
     pairs = [
@@ -96,8 +96,6 @@ def check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     for pair in pairs:
         check_pair(given.latent, *pair)
     refuse(CheckpointError, _contradictions(given, pairs))
-    formats = [fmt for pair in pairs for fmt in pair]
-    return 8 * sum(fmt.row_bytes for fmt in formats) / sum(fmt.head_dim for fmt in formats)
 
 
 def _contradictions(given: _Facts, pairs: list[list[RowFormat]]) -> Iterator[str]:

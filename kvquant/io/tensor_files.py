@@ -285,10 +285,9 @@ def open_file(path: Path) -> Any:
 
     It raises FileNotFoundError, or CheckpointError for a folder, a device or the like.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         is_file = stat.S_ISREG(os.stat(path).st_mode)  # to open a device may do something
-        descriptor = os.open(path, flags) if is_file else -1
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if is_file else -1
     except (OSError, ValueError) as error:  # ValueError: a name with NUL
         if isinstance(error, OSError) and error.errno not in _NO_FILE:
             raise

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-
 Tokens = tuple[int, ...]
-Line = tuple[Tokens, list[tuple[int, int]]]
 Item = TypeVar("Item")
 
 
@@ -27,8 +24,8 @@ class Context:
     fed: dict[Tokens, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
-    def lines(self) -> list[Line]:
-        """Lines of fed tokens, the longest first."""
+    def lines(self) -> list[tuple[Tokens, list[tuple[int, int]]]]:
+        """What is fed, the longest first."""
         return sorted(self.fed.items(), key=lambda line: -len(line[0]))
 
 
@@ -71,27 +68,3 @@ def batches(
     for alike in kinds.values():
         for start in range(0, len(alike), size):
             yield alike[start : start + size]
-
-
-def rounds_of(batch: Sequence[Context]) -> Iterator[list[Line]]:
-    """A line of each context, then the next one of each; contexts without more repeat the first."""
-    lines = [one.lines for one in batch]
-    for at in range(max(map(len, lines))):
-        yield [own[at] if at < len(own) else own[0] for own in lines]
-
-
-def tensors_of(lines: Sequence[Line]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A round as evaluation's score takes it; padding of lines and requests is not read.
-
-    Returns:
-        Tokens to feed, [batch, tokens], and those whose probability the requests want after each,
-        [batch, tokens, requests].
-    """
-    width = max(len(fed) for fed, _ in lines)
-    most = max(len(asked) for _, asked in lines)
-    tokens = [[*fed, *[fed[-1]] * (width - len(fed))] for fed, _ in lines]
-    wanted = torch.zeros(len(lines), width, most, dtype=torch.int64, device="cpu")
-    for row, (fed, asked) in zip(wanted, lines, strict=True):
-        for choice, (_, last) in enumerate(asked):
-            row[: len(fed), choice] = torch.tensor([*fed[1:], last], device="cpu")
-    return torch.tensor(tokens, device="cpu"), wanted

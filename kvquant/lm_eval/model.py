@@ -40,13 +40,13 @@ from tqdm import tqdm
 from ..calibration.fidelity import Planned, Scheme, options_of
 from ..errors import ConfigError, shown
 from ..evaluation.caches import parse_cache
-from ..evaluation.decoding import Caches, Reading, score
+from ..evaluation.decoding import Caches, Reading, score_lines
 from ..evaluation.generation import Sampling, chooser
 from ..hf.model import CachedModel
 from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES
 from .arguments import read_arguments
-from .batches import Context, Text, Tokens, batches, rounds_of, tensors_of
+from .batches import Context, Text, Tokens, batches
 
 if TYPE_CHECKING:
     from ..cache.contiguous import KVCache
@@ -271,17 +271,17 @@ class KvquantLM(TemplateLM):
         return [*contexts.values()]
 
     def _score(self, batch: Sequence[Context]) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Number, log-likelihood and "greedy would write it" of each request; some come twice."""
-        rounds = [*rounds_of(batch)]
-        longest = max(len(fed) for lines in rounds for fed, _ in lines)
+        """Number, log-likelihood and "greedy would write it" of each request."""
+        lines = [[(fed, [last for _, last in asked]) for fed, asked in one.lines] for one in batch]
+        longest = max(len(fed) for own in lines for fed, _ in own)
         make = self._maker([one.tokens for one in batch], longest)
-        scored = score(self.model, make, [*map(tensors_of, rounds)])
-        for lines, (scores, likeliest) in zip(rounds, scored, strict=True):
-            for place, (fed, asked) in enumerate(lines):
-                sums = scores[place, : len(fed)].double().sum(0).tolist()
-                greedy = likeliest[place, : len(fed)].all(0).tolist()
-                for choice, (number, _) in enumerate(asked):
-                    yield number, (sums[choice], greedy[choice])
+        for one, found in zip(batch, score_lines(self.model, make, lines), strict=True):
+            for (_, asked), (scores, likeliest) in zip(one.lines, found, strict=True):
+                sums = scores.double().sum(0).tolist()
+                for (number, _), total, greedy in zip(
+                    asked, sums, likeliest.all(0).tolist(), strict=True
+                ):
+                    yield number, (total, greedy)
 
     def _maker(self, contexts: Sequence[Tokens], new_tokens: int) -> Callable[[], KVCache]:
         """What makes a cache of contexts of one length, with room for more tokens."""

@@ -37,7 +37,6 @@ from ..engine.settings import Settings, rank_heads
 from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan, ModelPlan, as_plan
 from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
-from ..ops.transform import encode_rows
 from ..rows.arguments import check_size
 from ..rows.basis import Basis, LayerBasis, fingerprints
 from ..rows.format import RowFormat
@@ -125,7 +124,7 @@ class RowSerde(Serializer, Deserializer):
             if basis is None:
                 rows.copy_(quantize_rows(x, fmt, check=False)[0])
             else:
-                x = encode_rows(x, basis)
+                x = basis.encode(x)
                 rows.copy_(quantize_calibrated(x, fmt, clip=basis.clip, feedback=basis.feedback)[0])
         return len(stored)
 

@@ -21,15 +21,9 @@ from ..rows.basis import Basis, Encoding, Queries, transform_rows
 from ..rows.call import AppendCall, AppendSide
 from ..rows.format import RowFormat
 from ..rows.quantize import is_nan_row
-from ..rows.rotation import Rope, apply_rope
+from ..rows.rotation import Rope
 from ..rows.slots import Slots
-from .append_checks import (
-    check_apart,
-    check_append,
-    check_call,
-    check_new,
-    check_types,
-)
+from .append_checks import check_apart, check_append, check_call, check_new, check_types
 from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from .rows_at import put, take
@@ -200,8 +194,8 @@ def write_rows(
             _write(part, backend)
             continue
         if changes:
-            new_k = _transform_cpu(part.k.x.detach(), k.transform, part.rope)
-            new_v = _transform_cpu(part.v.x.detach(), v.transform)
+            new_k = transform_rows(part.k.x.detach(), k.transform, part.rope)
+            new_v = transform_rows(part.v.x.detach(), v.transform)
             part = part._replace(k=part.k._replace(x=new_k), v=part.v._replace(x=new_v))
         _cpu().append(part)
     return None
@@ -235,7 +229,7 @@ def _cpu() -> ModuleType:
 
 def _changes(transform: Encoding) -> bool:
     """Whether the transform changes rows, and not only their rounding."""
-    return transform.rotate or not (transform.offset is None and transform.matrix is None)
+    return transform.offset is not None or transform.matrix is not None
 
 
 def _parts(call: AppendCall) -> list[AppendCall]:
@@ -254,26 +248,11 @@ def _parts(call: AppendCall) -> list[AppendCall]:
     return found
 
 
-def _transform_cpu(x: torch.Tensor, transform: Encoding, rope: Rope | None = None) -> torch.Tensor:
-    if transform.matrix is not None:
-        return transform_rows(x, transform, rope)
-    if rope is not None:
-        x = apply_rope(x, rope)
-    if transform.offset is None and not transform.rotate:
-        return x
-    from ..kernels.cpu.transform import transform as transform_cpu
-
-    by_head = x.transpose(0, 1)[None]
-    rows: torch.Tensor = transform_cpu(by_head, transform.offset, transform.rotate)
-    return rows[0].transpose(0, 1)
-
-
 def _write(call: AppendCall, backend: str) -> None:
     """Append by the reference, or on the CPU by single operations, where no kernel does all."""
     k, v, slots, exact_format, rope, bad = call
-    transform = _transform_cpu if backend == "cpu" else transform_rows
-    k = k._replace(x=transform(k.x.detach(), k.transform, rope))
-    v = v._replace(x=transform(v.x.detach(), v.transform))
+    k = k._replace(x=transform_rows(k.x.detach(), k.transform, rope))
+    v = v._replace(x=transform_rows(v.x.detach(), v.transform))
     writes = [_writes(side, slots, exact_format, backend) for side in (k, v)]
     for i, found in enumerate(writes):  # everything is computed before anything is written
         for storage, where, rows, is_bad in found:
@@ -318,8 +297,7 @@ def _writes(side: AppendSide, slots: Slots, exact_codec: str, backend: str) -> l
 # transform is spelled out: an op takes tensors and plain values only.
 SIDE = (
     "Tensor {0}, Tensor({1}!) {0}_rows, str {0}_format, Tensor({2}!)? exact_{0}, "
-    "Tensor? {0}_offset, bool {0}_rotate, Tensor? {0}_matrix, Tensor? {0}_clip, "
-    "Tensor? {0}_feedback"
+    "Tensor? {0}_offset, Tensor? {0}_matrix, Tensor? {0}_clip, Tensor? {0}_feedback"
 )
 APPEND_ROWS = (
     f"({SIDE.format('k', 'a', 'b')}, {SIDE.format('v', 'c', 'd')}, Tensor packed, Tensor? exact, "

@@ -271,7 +271,6 @@ def _check_transform(name: str, transform: Encoding, num_kv_heads: int, head_dim
     ):
         if tensor is not None:
             check_contiguous(f"{name}.{what}", tensor, torch.float32, shape)
-    check_flag(f"{name}.rotate", transform.rotate)
 
 
 def _check_rope(rope: Rope, num_tokens: int, head_dim: int) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, No, OpOptions, Yes
+    from ..rows.options import No, OpOptions, Yes
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
@@ -75,10 +75,6 @@ def decode_attention(
 def decode_attention(
     q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[OpOptions[Yes]]
 ) -> State: ...
-@overload
-def decode_attention(
-    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[OpOptions[bool]]
-) -> Either: ...
 def decode_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, MlaOptions, No, Yes
+    from ..rows.options import MlaOptions, No, Yes
 
 ATTEND_LATENTS = (
     "(Tensor q_latent, Tensor q_rope, Tensor[] rows, Tensor[] seq_lens, str[] formats, "
@@ -88,14 +88,6 @@ def mla_decode_attention(
     seq_lens: Tensor,
     **options: Unpack[MlaOptions[Yes]],
 ) -> State: ...
-@overload
-def mla_decode_attention(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    **options: Unpack[MlaOptions[bool]],
-) -> Either: ...
 def mla_decode_attention(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
@@ -171,14 +163,7 @@ def mla_decode_attention(
         raise ShapeError(f"rows is {list(rows.shape)}: it must be [{axes}, row_bytes]")
     segment = latent_segment(rows[:, None], seq_lens, fmt, block_table=block_table)
     call = LatentCall(
-        q_latent,
-        q_rope,
-        [segment],
-        sm_scale,
-        num_splits,
-        return_lse,
-        q_lens,
-        backend=backend,
+        q_latent, q_rope, [segment], sm_scale, num_splits, return_lse, q_lens, backend=backend
     )
     out, lse = attend_latents(call)
     return out if lse is None else (out, lse)

@@ -8,13 +8,7 @@ from types import ModuleType
 import torch
 
 from ..errors import ShapeError
-from ..rows.arguments import (
-    FLOATS,
-    check_flag,
-    check_readable,
-    check_same_device,
-    check_tensor,
-)
+from ..rows.arguments import FLOATS, check_flag, check_readable, check_tensor
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
 from ..rows.quantize import (
@@ -138,7 +132,7 @@ def quantize_calibrated(
     feedback: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Quantize rows with a clip ratio and feedback for each KV head.
+    """Quantize rows with a clip ratio and feedback for each KV head; they fit x.
 
     Args:
         x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16.
@@ -153,10 +147,8 @@ def quantize_calibrated(
         hold decodes to NaN.
 
     Raises:
-        ShapeError, ConfigError, DeviceError: clip or feedback does not fit x.
         UnsupportedError: feedback on CUDA without the cuda extra, or on too old a GPU.
     """
-    _check_calibrated(x, clip, feedback)
     if not fmt.facts.is_integer or (clip is None and feedback is None) or not x.numel():
         return quantize_rows(x, fmt, check=False, backend=backend)
     backend = kernels_for(x, backend)
@@ -185,25 +177,6 @@ def quantize_calibrated(
     is_nan = params[..., :1, 0].isnan()
     rows[..., fmt.header_bytes :] = torch.where(is_nan, 0, codes)
     return rows
-
-
-def _check_calibrated(
-    x: torch.Tensor, clip: torch.Tensor | None, feedback: torch.Tensor | None
-) -> None:
-    """Raise unless clip and feedback fit the heads of x."""
-    if x.ndim != 4:
-        raise ShapeError(
-            f"x is {list(x.shape)}: it must be [batch, num_kv_heads, tokens, head_dim]"
-        )
-    heads, dim = x.shape[1], x.shape[3]
-    for name, tensor, shape in (
-        ("clip", clip, (heads,)),
-        ("feedback", feedback, (heads, dim, dim)),
-    ):
-        if tensor is None:
-            continue
-        check_tensor(name, tensor, [torch.float32], shape)
-        check_same_device(x=x, **{name: tensor})
 
 
 @functools.cache

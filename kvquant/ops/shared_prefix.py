@@ -35,14 +35,7 @@ from ..rows.variant import (
     in_use,
     names_of,
 )
-from .attention import (
-    Result,
-    State,
-    Transformed,
-    attend,
-    segment_of,
-    with_missing_scores,
-)
+from .attention import Result, State, Transformed, attend, segment_of, with_missing_scores
 from .dispatch import torch_op
 from .merge import merge_states
 from .transform import restore_result, transform_query

@@ -270,11 +270,7 @@ class Placed(NamedTuple):
 
 
 def place_tokens(
-    lens: Lens,
-    sizes: Sizes,
-    new_lens: torch.Tensor | None,
-    new_tokens: int,
-    overflow: torch.Tensor,
+    lens: Lens, sizes: Sizes, new_lens: torch.Tensor | None, new_tokens: int, overflow: torch.Tensor
 ) -> Placed:
     """Find the slots of new tokens, and advance the lengths in place.
 

@@ -1,4 +1,4 @@
-"""Rows and queries into a basis, outputs out of it: 16 bit on CUDA by affine_rows."""
+"""Queries into a basis, outputs out of it: 16 bit on CUDA by affine_rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,6 @@ from .dispatch import torch_op
 TURN_ROWS = "(Tensor x, Tensor? matrix, Tensor? offset, Tensor? seq_lens) -> Tensor"
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def encode_rows(x: torch.Tensor, basis: Basis) -> torch.Tensor:
-    """Basis.encode, on the CPU by a kernel with the same bits, where it can."""
-    is_plain = basis.kind != "matrix" and x.shape[-1] % 16 == 0
-    if not is_plain or not x.is_cpu or torch.compiler.is_compiling():
-        return basis.encode(x)
-    from ..kernels.cpu.transform import transform
-
-    encoded: torch.Tensor = transform(x, basis.offset, basis.kind == "hadamard")
-    return encoded
 
 
 def transform_query(

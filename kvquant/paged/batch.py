@@ -28,10 +28,11 @@ from ..rows.arguments import (
     check_tensor,
     check_tensors,
 )
-from ..rows.basis import Encoding, Queries
+from ..rows.basis import Queries
 from ..rows.bound import Bound, kind_of
 from ..rows.call import AppendCall, AppendSide, AttentionCall
 from ..rows.indptr import check_indptr, check_indptr_values
+from ..rows.kind import LATENT
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment, check_segments
 from ..rows.slots import Slots
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, No, PagedAttendOptions, PagedStepOptions, Yes
+    from ..rows.options import No, PagedAttendOptions, PagedStepOptions, Yes
 
 
 class _Parts(NamedTuple):
@@ -208,10 +209,7 @@ class StepBatch(NotCopied):
         return _Step(self, ids, counts, tokens)
 
     def _begin(
-        self,
-        ids: Sequence[SequenceId],
-        counts: int | Sequence[int],
-        tokens: Sequence[int] | None,
+        self, ids: Sequence[SequenceId], counts: int | Sequence[int], tokens: Sequence[int] | None
     ) -> None:
         """Grow the sequences of a step, and set the tensors."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
@@ -300,9 +298,6 @@ class StepBatch(NotCopied):
                 self._slots[group, k.shape[0]] = slots
         rows, has_exact = self.cache.rows.layers[layer], slots.exact is not None
         exact_k, exact_v = (rows.k_exact, rows.v_exact) if has_exact else (None, None)
-        k_transform = v_transform = Encoding()
-        if rows.basis is not None:
-            k_transform, v_transform = rows.basis.k.encoding, rows.basis.v.encoding
         try:
             if v.ndim != 3:
                 check_new(k, v, self.sides)  # says what is wrong
@@ -312,10 +307,16 @@ class StepBatch(NotCopied):
                     raise ShapeError(
                         f"{name} is {list(x.shape)}: rows of the cache have {fmt.head_dim} elements"
                     )
-            k_side = AppendSide(k, rows.k_pages, rows.k_format, exact_k, k_transform)
-            v_side = AppendSide(v, rows.v_pages, rows.v_format, exact_v, v_transform)
+            k_side = AppendSide(k, rows.k_pages, rows.k_format, exact_k)
+            v_side = AppendSide(v, rows.v_pages, rows.v_format, exact_v)
             options = self.cache.exact_format, rope, self.cache.bad_rows
-            call = self._to_write(layer, AppendCall(k_side, v_side, slots, *options))
+            call, kind = AppendCall(k_side, v_side, slots, *options), self.cache.row_kind
+            if rows.basis is not None:
+                if kind is LATENT:
+                    check_tokens(call, self.sides)  # before torch transforms them
+                (new_k, new_v), (of_k, of_v) = kind.to_write(k, v, rows.basis)
+                k_side = k_side._replace(x=new_k, transform=of_k)
+                call = call._replace(k=k_side, v=v_side._replace(x=new_v, transform=of_v))
             check = partial(check_tokens, call, self.sides)
             multiplied = write_rows(call, check=check, queries=queries)
         except Exception:  # types are looked at only now: it takes time
@@ -327,10 +328,6 @@ class StepBatch(NotCopied):
             if rope is None and as_given and k.shape[0] <= self.max_batch:
                 self._bound[layer].keep(kind_of(k, v), bind_append(call))
         return multiplied
-
-    def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
-        """The call with the encodings of new rows in a layer."""
-        return call
 
     def _reads_once(self, fixed: bool) -> bool:
         """Whether a call reads a shared prefix once; `fixed` if other steps keep it."""
@@ -714,10 +711,6 @@ class PagedBatch(StepBatch):
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[Yes]]
     ) -> State: ...
-    @overload
-    def step(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[PagedStepOptions[bool]]
-    ) -> Either: ...
     def step(
         self,
         layer: int,
@@ -802,10 +795,6 @@ class PagedBatch(StepBatch):
     def attend(
         self, layer: int, q: Tensor, **options: Unpack[PagedAttendOptions[Yes]]
     ) -> State: ...
-    @overload
-    def attend(
-        self, layer: int, q: Tensor, **options: Unpack[PagedAttendOptions[bool]]
-    ) -> Either: ...
     def attend(
         self,
         layer: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from ..cache.checks import (
     check_layer,
     check_windows,
     formats_of,
-    plan_for,
+    planned_options,
 )
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
@@ -26,7 +26,8 @@ from ..ops.dispatch import check_cuda_codecs, check_cuda_pages
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
 from ..rows.codec import check_exact_format, one_of
-from ..rows.kind import KEY_VALUE, KeyValue
+from ..rows.format import RowFormat
+from ..rows.kind import KEY_VALUE, LATENT, KeyValue
 from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
@@ -161,7 +162,7 @@ class PagedKVCache(NotCopied):
         chunk_len: int = CHUNK,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
-        num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
+        self.num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
         head_dim = check_size("head_dim", head_dim, at_least=1)
         num_pages = check_size("num_pages", num_pages, at_least=1)
         max_num_seqs = check_size("max_num_seqs", max_num_seqs, at_least=1)
@@ -185,16 +186,14 @@ class PagedKVCache(NotCopied):
                 "recent_len"
             )
         kept = min(most, split.recent_len)  # without recent rows none are changed
-        self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
+        self.exact_format = exact_format
         self.device = check_device(device, or_meta=True)
-        shape = {"sink_len": self.sink_len, "recent_len": self.recent_len}
-        k_formats = formats_of("k_format", k_format, num_layers, head_dim, **shape)
-        v_formats = formats_of("v_format", v_format, num_layers, head_dim, **shape)
-        self.row_kind.check_formats([*k_formats, *v_formats])
+        shape = num_layers, head_dim, self.sink_len, self.recent_len
+        k_formats, v_formats = formats_of(self.row_kind, k_format, v_format, *shape)
         if self.device.type == "cuda":
             check_cuda_codecs([*k_formats, *v_formats])
             check_cuda_pages([*k_formats, *v_formats], page_size)
-        checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
+        checked = check_bases(self.row_kind, bases, self.num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
         self.windows = list(check_windows(windows, num_layers))
         self.chunk_len = check_size("chunk_len", chunk_len, at_least=1)
@@ -212,7 +211,7 @@ class PagedKVCache(NotCopied):
             )
             for group in groups
         ]
-        sizes = num_kv_heads, in_groups, max_num_seqs
+        sizes = self.num_kv_heads, in_groups, max_num_seqs
         self.rows = PagedRows(self.row_kind, *sides, exact_format, *sizes, split, kept, self.device)
         self.state = PagedState(
             groups, max_num_seqs, max_seq_len, split, kept, drafts_only=rollback_len is None
@@ -223,22 +222,21 @@ class PagedKVCache(NotCopied):
         self.changing = _Change()
 
     @classmethod
-    def from_plan(cls, plan: Plan, num_pages: int, **options: Unpack[PlanOptions]) -> PagedKVCache:
+    def from_plan(cls, plan: Plan, num_pages: int, **options: Unpack[PlanOptions]) -> Self:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
             plan: a plan, or the path of its file, of the model whose keys and values will come
                 (CachePlan.check_model compares). Layer i is the model's layer plan.places[i].
-            num_pages: as in PagedKVCache.
-            options: others of PagedKVCache. A plan has no windows.
+            num_pages: as in the class.
+            options: others of the class. A plan has no windows, nor has LatentPagedKVCache.
 
         Raises:
-            ConfigError: a size that is not possible, or an option that the plan decides.
+            ConfigError: a size that is not possible, an option that the plan decides, or a plan
+                of latent rows (for LatentPagedKVCache: of keys and values of heads).
+            UnsupportedError: as LatentPagedKVCache.
         """
-        plan = plan_for(plan, options)
-        sizes = plan.num_layers, plan.num_kv_heads, plan.head_dim, num_pages
-        k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
-        return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
+        return cls(num_pages=num_pages, **planned_options(cls.row_kind, plan, cast(Any, options)))
 
     @classmethod
     def for_model(
@@ -370,14 +368,18 @@ class PagedKVCache(NotCopied):
         return self.bad_rows.nbytes + max_num_seqs * rows.slot_bytes + pages
 
     def __repr__(self) -> str:
-        formats = dict.fromkeys(f"{rows.k_format} and {rows.v_format}" for rows in self.rows.layers)
-        size = self.state.split.page_size
+        rows = self.row_kind.described(self.num_kv_heads, *self._formats(range(self.num_layers)))
         return (
-            f"PagedKVCache({self.num_layers} layers, {self.num_kv_heads} KV heads, "
-            f"{', '.join(formats):.80}, {self._num_pages} pages of {size} tokens, "
-            f"{len(self.state.lengths)} sequence slots, room for {self.token_capacity} tokens, "
-            f"{len(self.ids)} sequences, {self.device})"
+            f"{type(self).__name__}({self.num_layers} layers, {rows:.80}"
+            f"{', bases' * bool(self.bases)}, {self._num_pages} pages of "
+            f"{self.state.split.page_size} tokens, {len(self.state.lengths)} sequence slots, room "
+            f"for {self.token_capacity} tokens, {len(self.ids)} sequences, {self.device})"
         )
+
+    def _formats(self, layers: Sequence[int]) -> tuple[list[RowFormat], list[RowFormat]]:
+        """Of K and of V, of these layers."""
+        kinds = [self.rows.layers[layer] for layer in layers]
+        return [at.k_format for at in kinds], [at.v_format for at in kinds]
 
     @property
     def bases(self) -> list[LayerBasis] | None:
@@ -734,11 +736,12 @@ class PagedKVCache(NotCopied):
 
     def like(
         self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str
-    ) -> PagedKVCache:
+    ) -> Self:
         """An empty cache like this one, with layers like these and other sizes, on a device."""
-        bases = self.bases
-        return self._made(
-            layers,
+        bases, formats = self.bases, self._formats(layers)
+        of_heads = {"windows": [self.windows[at] for at in layers], "chunk_len": self.chunk_len}
+        kind: Any = type(self)
+        made: Self = kind(
             num_layers=len(layers),
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
@@ -750,19 +753,10 @@ class PagedKVCache(NotCopied):
             rollback_len=self.rollback_len,
             device=device,
             bases=bases and [bases[layer] for layer in layers],
+            **self.row_kind.options(self.num_kv_heads, formats[0][0].head_dim, *formats),
+            **({} if self.row_kind is LATENT else of_heads),
         )
-
-    def _made(self, layers: Sequence[int], **options: Any) -> PagedKVCache:
-        kinds = [self.rows.layers[layer] for layer in layers]
-        return PagedKVCache(
-            num_kv_heads=self.num_kv_heads,
-            head_dim=kinds[0].k_format.head_dim,
-            k_format=[at.k_format for at in kinds],
-            v_format=[at.v_format for at in kinds],
-            windows=[self.windows[layer] for layer in layers],
-            chunk_len=self.chunk_len,
-            **options,
-        )
+        return made
 
     def check_layer(self, layer: int) -> None:
         """Raise ConfigError unless there is this layer."""

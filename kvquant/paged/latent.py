@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.latent import (
-    DEFAULT_FORMAT,
-    LatentFormats,
-    check_no_feedback,
-    latent_formats,
-    planned_options,
-)
+from ..cache.latent import DEFAULT_FORMAT, LatentFormats, latent_formats
 from ..ops.mla import check_kernels
 from ..rows.arguments import check_device, check_size
 from ..rows.basis import LayerBasis
@@ -22,10 +16,7 @@ from ..rows.latent import LatentFormat
 from .cache import MAX_SEQ_LEN, SEQ_SLOTS, PagedKVCache
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ..io.plan import Plan
-    from .cache import PlanOptions
+    pass
 
 
 class LatentPagedKVCache(PagedKVCache):
@@ -106,35 +97,6 @@ class LatentPagedKVCache(PagedKVCache):
             device=device,
             bases=bases,
         )
-        check_no_feedback(self.bases)
-
-    @classmethod
-    def from_plan(
-        cls, plan: Plan, num_pages: int, **options: Unpack[PlanOptions]
-    ) -> LatentPagedKVCache:
-        """Make an empty cache whose formats and bases are those of a plan of latent rows.
-
-        Args:
-            plan, num_pages: as in PagedKVCache.from_plan.
-            options: others of LatentPagedKVCache.
-
-        Raises:
-            ConfigError: a size that is not possible, an option that the plan decides, or a plan
-                of keys and values of heads.
-            UnsupportedError: as LatentPagedKVCache.
-        """
-        return cls(num_pages=num_pages, **planned_options(plan, cast(Any, options)))
-
-    def __repr__(self) -> str:
-        names = " or ".join(dict.fromkeys(str(fmt) for fmt in self.formats))
-        fmt, pool = self.formats[0], self.state.pool
-        return (
-            f"LatentPagedKVCache({self.num_layers} layers, {fmt.latent_dim} latents and "
-            f"{fmt.rope_dim} RoPE elements in {names:.80}{' in bases' * bool(self.bases)}, "
-            f"{pool.num_pages} pages of {pool.page_size} tokens, {len(self.state.lengths)} "
-            f"sequence slots, room for {self.token_capacity} tokens, {len(self.ids)} sequences, "
-            f"{self.device})"
-        )
 
     @property
     def formats(self) -> list[LatentFormat]:
@@ -153,8 +115,3 @@ class LatentPagedKVCache(PagedKVCache):
         """
         self.check_layer(layer)
         return self.rows.pages[0].layers[layer].transpose(1, 2)
-
-    def _made(self, layers: Sequence[int], **options: Any) -> LatentPagedKVCache:
-        formats = [self.formats[layer] for layer in layers]
-        options |= {"latent_dim": formats[0].latent_dim, "rope_dim": formats[0].rope_dim}
-        return LatentPagedKVCache(fmt=formats, **options)

@@ -9,11 +9,10 @@ import torch
 
 from ..cache.checks import check_options
 from ..errors import UnsupportedError
-from ..ops.append_checks import check_tokens
 from ..ops.attention import State
 from ..ops.mla import attend_latents, check_call, check_queries
 from ..rows.arguments import check_kind, check_tensors
-from ..rows.call import AppendCall, LatentCall, LatentPrefix
+from ..rows.call import LatentCall, LatentPrefix
 from ..rows.latent import LatentFormat
 from .batch import Seen, StepBatch
 from .cache import PagedKVCache
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from ..rows.options import Either, LatentOptions, No, Yes
+    from ..rows.options import LatentOptions, No, Yes
 
 
 class LatentPagedBatch(StepBatch):
@@ -76,16 +75,6 @@ class LatentPagedBatch(StepBatch):
         """
         self._append(layer, latent, rope, None, None)
 
-    def _to_write(self, layer: int, call: AppendCall) -> AppendCall:
-        basis = self.cache.rows.layers[layer].basis
-        if basis is None:
-            return call
-        check_tokens(call, self.sides)  # before torch transforms them
-        k, v, *_ = call
-        (latent, rope), (of_k, of_v) = self.cache.row_kind.to_write(k.x, v.x, basis)
-        k, v = k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
-        return call._replace(k=k, v=v)
-
     @overload
     def attend(
         self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[No]]
@@ -94,10 +83,6 @@ class LatentPagedBatch(StepBatch):
     def attend(
         self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[Yes]]
     ) -> State: ...
-    @overload
-    def attend(
-        self, layer: int, q_latent: Tensor, q_rope: Tensor, **options: Unpack[LatentOptions[bool]]
-    ) -> Either: ...
     def attend(
         self,
         layer: int,
@@ -179,16 +164,6 @@ class LatentPagedBatch(StepBatch):
         rope: Tensor,
         **options: Unpack[LatentOptions[Yes]],
     ) -> State: ...
-    @overload
-    def step(
-        self,
-        layer: int,
-        q_latent: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        rope: Tensor,
-        **options: Unpack[LatentOptions[bool]],
-    ) -> Either: ...
     def step(
         self,
         layer: int,

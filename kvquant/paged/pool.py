@@ -26,11 +26,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from ..errors import OutOfPagesError, shown
-from .prefix_tree import (
-    PrefixNode,
-    PrefixRoot,
-    PrefixTree,
-)
+from .prefix_tree import PrefixNode, PrefixRoot, PrefixTree
 from .window_pages import WindowPages, seen_by
 
 SequenceId: TypeAlias = Hashable
@@ -108,10 +104,6 @@ class PagePool:
         """Pages that no sequence has: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def ids(self) -> list[SequenceId]:
-        return list(self._sequences)
-
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
         """The pages of a sequence in token order."""
         return tuple(self._sequences[sequence_id].pages)
@@ -135,10 +127,6 @@ class PagePool:
             source = self._sources.pop()
             for window in self.windows:
                 window.leave(source, is_found=self._is_found(source))
-
-    def length(self, sequence_id: SequenceId) -> int:
-        """Tokens of a sequence in its pages."""
-        return self._sequences[sequence_id].length
 
     def match_prefix(self, tokens: Sequence[int], namespace: str | None = None) -> int:
         """Tokens after the root in pages of the tree: a multiple of page_size."""
@@ -171,11 +159,7 @@ class PagePool:
         self._sequences[sequence_id] = sequence
         return Prefix(length, None if root is None else root.place)
 
-    def append(
-        self,
-        sequence_ids: Sequence[SequenceId],
-        counts: Sequence[int],
-    ) -> Growth:
+    def append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> Growth:
         """Make room for counts[i] tokens at the end of each sequence, or of none."""
         self.settle()  # a step that could not be ended has left some
         sequences = [self._sequences[i] for i in sequence_ids]

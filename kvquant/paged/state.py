@@ -447,10 +447,7 @@ class PagedState(NotCopied):
         seq_slots = np.array([self.seq_slot(sequence_id) for sequence_id in ids], np.int64)
         if len(set(ids)) < len(ids):
             raise ConfigError(f"sequences {shown(ids)} name one twice: name each once")
-        try:
-            new: NDArray[np.int64] = np.array(token_ids(counts), np.int64)
-        except ConfigError:
-            raise ConfigError(f"counts {shown(counts)} must be whole numbers") from None
+        new: NDArray[np.int64] = np.array(counts, np.int64)
         if len(new) != len(seq_slots) or (new < 0).any():
             raise ShapeError(
                 f"counts {shown(counts)} for {len(seq_slots)} ids: give one >= 0 for each"

@@ -65,11 +65,7 @@ class SwapSpace(NotCopied):
     that are still in their pages.
     """
 
-    def __init__(
-        self,
-        state: PagedState,
-        rows: PagedRows,
-    ) -> None:
+    def __init__(self, state: PagedState, rows: PagedRows) -> None:
         self._state, self._device = state, rows.device
         self._pages = [stacks_of(group.sides) for group in rows.groups]
         self._exact = stacks_of(rows.exact)

@@ -5,8 +5,8 @@
     V    the output pays:   sum_t p_t v_t = M (sum_t p_t v'_t) + offset,  as sum_t p_t = 1
 
 Softmax does not see q·offset, which is the same for every token; a log-sum-exp gets it back. Both
-are one small product per step. M is the identity, the Hadamard rotation (rotation.py) or a matrix
-for each KV head. Products are float32, also inside torch.autocast, without gradients.
+are one small product per step. M is the identity or a matrix for each KV head. Products are
+float32, also inside torch.autocast, without gradients.
 """
 
 from __future__ import annotations
@@ -20,15 +20,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from ..errors import ConfigError, ShapeError, shown
-from .arguments import (
-    check_readable,
-    check_tensor,
-)
+from ..errors import ConfigError, ShapeError
+from .arguments import check_readable, check_tensor
 from .quantize import full_precision
-from .rotation import Rope, apply_rope, rotate
-
-KINDS = ("none", "hadamard", "matrix")
+from .rotation import Rope, apply_rope
 
 
 class Basis:
@@ -36,20 +31,19 @@ class Basis:
 
     Args:
         offset: [num_kv_heads, head_dim], float32: subtracted from every row.
-        kind: "none", "hadamard" or "matrix": M.
-        matrix: [num_kv_heads, head_dim, head_dim], float32: M, where kind is "matrix".
+        matrix: [num_kv_heads, head_dim, head_dim], float32: M; None for the identity.
         clip: [num_kv_heads], float32: share of its range that a row keeps; None for all of it.
         feedback: [num_kv_heads, head_dim, head_dim], float32: see quantize.py; None for none.
 
     Attributes:
         encoding: what an append does to new rows.
+        kind: "matrix", or "none" without one.
         is_identity: whether rows are stored as they come: no matrix, and an offset of zeros.
-        transposed: [num_kv_heads, head_dim, head_dim], M^T, its rows contiguous; None for kind
-            "none", as matrix is.
+        transposed: [num_kv_heads, head_dim, head_dim], M^T, contiguous; None without a matrix.
         fp16_matrix, fp16_factor: M for fp16 queries on CUDA, and the factor of their scores.
 
     Raises:
-        ConfigError: the kind does not exist, a value is not finite, or a matrix has no inverse.
+        ConfigError: a value is not finite, or the matrix has no inverse.
         ShapeError: the tensors do not fit one another.
 
     Example:
@@ -58,7 +52,7 @@ class Basis:
         >>> int8, slots = RowFormat.parse("int8", 64), torch.arange(3)
         >>> k, v = torch.randn(2, 3, 2, 64)  # three tokens of two KV heads
         >>> k_rows, v_rows = torch.zeros(2, 1, 2, 16, int8.row_bytes, dtype=torch.uint8)
-        >>> basis = Basis(k.mean(0), "hadamard")
+        >>> basis = Basis(k.mean(0))
         >>> append_rows(k, v, k_rows, v_rows, slots, int8, int8, k_transform=basis)
         >>> stored = dequantize_pages(k_rows, int8, slots, torch.float32)
         >>> restored = basis.decode(stored.transpose(0, 1)[None])[0].transpose(0, 1)
@@ -69,16 +63,10 @@ class Basis:
     def __init__(
         self,
         offset: torch.Tensor,
-        kind: str = "none",
         matrix: torch.Tensor | None = None,
         clip: torch.Tensor | None = None,
         feedback: torch.Tensor | None = None,
     ) -> None:
-        if kind not in KINDS or (kind == "matrix") != (matrix is not None):
-            raise ConfigError(
-                f"basis {shown(kind)} does not exist or lacks its matrix: use "
-                f"{', '.join(KINDS)}, the last one with a matrix"
-            )
         check_readable(offset=offset)
         if offset.ndim != 2 or not offset.shape[1]:
             raise ShapeError(f"offset is {list(offset.shape)}: give [num_kv_heads, head_dim]")
@@ -87,29 +75,26 @@ class Basis:
         _check("offset", offset, (heads, dim))
         _check("matrix", matrix, square)
         _check("feedback", feedback, square)
-        self.kind, self.offset = kind, offset.detach().contiguous()
+        self.kind = "none" if matrix is None else "matrix"
+        self.offset = offset.detach().contiguous()
         self.clip = _checked_clip(clip, heads)
-        matrix, self.feedback = (
+        self.matrix, self.feedback = (
             None if x is None else x.detach().contiguous() for x in (matrix, feedback)
         )
-        self.matrix: torch.Tensor | None = matrix  # M; None for the identity
-        self.transposed: torch.Tensor | None = None  # M^T, its rows contiguous as those of M
+        self.transposed: torch.Tensor | None = None
         inverse: torch.Tensor | None = None
-        if kind == "hadamard":
-            eye = torch.eye(dim, dtype=torch.float32, device=offset.device)
-            self.matrix = self.transposed = rotate(eye).expand(square)  # symmetric
-        elif matrix is not None:
-            inverse, failed = torch.linalg.inv_ex(matrix.cpu().double())
+        if self.matrix is not None:
+            inverse, failed = torch.linalg.inv_ex(self.matrix.cpu().double())
             inverse = inverse.mT.float().contiguous()
             if bool(failed.any()) or not bool(inverse.isfinite().all()):
                 raise ConfigError("the matrix of a basis must have an inverse")
-            inverse = inverse.to(matrix.device)
-            self.matrix, self.transposed = matrix, matrix.mT.contiguous()
+            inverse = inverse.to(self.matrix.device)
+            self.transposed = self.matrix.mT.contiguous()
         # what an append does; it checks no values again
         has_offset = bool(offset.any())
         self.is_identity = self.matrix is None and not has_offset
         moved = self.offset if has_offset else None
-        self.encoding = Encoding(moved, kind == "hadamard", inverse, self.clip, self.feedback)
+        self.encoding = Encoding(moved, inverse, self.clip, self.feedback)
         self._set_fp16(offset.is_cuda)
         self._origin: Basis | None = None  # of which with_clip made this one
 
@@ -146,8 +131,7 @@ class Basis:
             if not isinstance(x, torch.Tensor):
                 return x
             if id(x) not in seen:
-                is_one = x.ndim == 3 and not x.stride(0)  # of all heads
-                seen[id(x)] = (x[:1] if is_one else x).to(device).expand(x.shape)
+                seen[id(x)] = x.to(device)
             return seen[id(x)]
 
         twin, on_cuda = copy.copy(self), device.type == "cuda"
@@ -176,7 +160,7 @@ class Basis:
     def fingerprint(self) -> str:
         """A hexadecimal digest; rows of one basis can be read in another of the same digest."""
         digest = hashlib.sha256(self.kind.encode())
-        for tensor in (self.offset, self.matrix if self.kind == "matrix" else None):
+        for tensor in (self.offset, self.matrix):
             if tensor is not None:
                 digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
@@ -191,8 +175,6 @@ class Basis:
             The same shape, float32.
         """
         x = x.detach().float() - self.offset[:, None]
-        if self.kind == "hadamard":
-            return rotate(x)
         with full_precision(x):
             inverse = self.encoding.matrix
             return x if inverse is None else x @ inverse
@@ -200,9 +182,7 @@ class Basis:
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Undo encode: [batch, num_kv_heads, tokens, head_dim], float32."""
         x = stored.float()
-        if self.kind == "hadamard":
-            x = rotate(x)
-        elif self.matrix is not None:
+        if self.matrix is not None:
             with full_precision(x):
                 x = x @ self.matrix.mT
         return x + self.offset[:, None]
@@ -232,14 +212,12 @@ class Encoding(NamedTuple):
 
     Attributes:
         offset: [num_kv_heads, head_dim], float32, subtracted; None for none.
-        rotate: whether rows are then rotated (rotation.rotate).
         matrix: [num_kv_heads, head_dim, head_dim], float32, the right factor then; None for
             none.
         clip, feedback: as in ops.quantize.quantize_calibrated.
     """
 
     offset: torch.Tensor | None = None
-    rotate: bool = False
     matrix: torch.Tensor | None = None
     clip: torch.Tensor | None = None
     feedback: torch.Tensor | None = None
@@ -255,7 +233,7 @@ class Queries(NamedTuple):
 def transform_rows(
     x: torch.Tensor, encoding: Encoding | None, rope: Rope | None = None
 ) -> torch.Tensor:
-    """Apply RoPE, offset, rotation and matrix to new rows, in float32; x itself if none applies.
+    """Apply RoPE, offset and matrix to new rows, in float32; x itself if none applies.
 
     Every product, sum and difference is rounded to float32 by itself; kernels fuse no multiply-add,
     so all of them give the same bits. Only products with a matrix differ in the last places:
@@ -267,8 +245,6 @@ def transform_rows(
         return x
     if encoding.offset is not None:
         x = x.float() - encoding.offset
-    if encoding.rotate:
-        x = rotate(x.float())
     if encoding.matrix is not None:
         with full_precision(x):
             x = (x.float().transpose(0, 1) @ encoding.matrix).transpose(0, 1)
@@ -319,12 +295,11 @@ def for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
     The divisor is the least power of two over the sums of a column's magnitudes. Only products
     below 2**-14 lose digits, in queries without large elements.
     """
-    one = matrix if matrix.stride(0) else matrix[:1]  # of each head, or of all
-    largest = float(one.abs().sum(-2).amax()) if one.numel() else 0.0
+    largest = float(matrix.abs().sum(-2).amax()) if matrix.numel() else 0.0
     if largest <= 1:
         return matrix, 1.0
     factor = 2.0 ** math.ceil(math.log2(largest))
-    return (one / factor).expand(matrix.shape), factor
+    return matrix / factor, factor
 
 
 def _per_head(

@@ -38,6 +38,7 @@ codes come first: 512 E4M3 codes, then 4 float32 scales without shifts.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from numbers import Integral
@@ -250,6 +251,12 @@ def _parse(name: str, head_dim: int) -> RowFormat:
         f"format {shown(name)} does not exist: use {one_of(codec_names())}, "
         f"with -g2, -g4 or -g8 for groups (int4-g4){nearest(name)}"
     )
+
+
+def mean_bits(formats: Iterable[RowFormat]) -> float:
+    """Bits per element of rows of all these formats together, headers included."""
+    sizes = [(fmt.row_bytes, fmt.head_dim) for fmt in formats]
+    return 8 * sum(size for size, _ in sizes) / sum(dim for _, dim in sizes)
 
 
 def check_head_dims(*formats: RowFormat) -> None:

@@ -75,6 +75,22 @@ class KeyValue:
             return (k, v), (Encoding(), Encoding())
         return (k, v), (basis.k.encoding, basis.v.encoding)
 
+    def options(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        k_formats: Sequence[RowFormat],
+        v_formats: Sequence[RowFormat],
+    ) -> dict[str, Any]:
+        """Heads and formats of each layer, as the caches of these rows take them."""
+        heads = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return heads | {"k_format": k_formats, "v_format": v_formats}
+
+    def described(self, num_kv_heads: int, *formats: Sequence[RowFormat]) -> str:
+        """Heads and formats of all layers, for people."""
+        k, v = (" or ".join(dict.fromkeys(map(str, side))) for side in formats)
+        return f"{num_kv_heads} KV heads of {formats[0][0].head_dim}, K {k}, V {v}"
+
     def likely_q_heads(self, num_kv_heads: int, ratios: Sequence[int] = (1,)) -> tuple[int, ...]:
         """Query heads to compile kernels for: a kernel serves up to 8 on a KV head."""
         return tuple(ratio * num_kv_heads for ratio in ratios)
@@ -118,6 +134,22 @@ class Latent(KeyValue):
         if k.dtype != v.dtype:
             k, v = k.float(), v.float()
         return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
+
+    def options(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        k_formats: Sequence[RowFormat],
+        v_formats: Sequence[RowFormat],
+    ) -> dict[str, Any]:
+        formats = list(map(LatentFormat, k_formats, v_formats))
+        first = formats[0]
+        return {"fmt": formats, "latent_dim": first.latent_dim, "rope_dim": first.rope_dim}
+
+    def described(self, num_kv_heads: int, *formats: Sequence[RowFormat]) -> str:
+        names = " or ".join(dict.fromkeys(map(str, map(LatentFormat, *formats))))
+        latent, rope = formats[0][0].head_dim, formats[1][0].head_dim
+        return f"{latent} latents and {rope} RoPE elements in {names}"
 
     def likely_q_heads(self, num_kv_heads: int, ratios: Sequence[int] = (1,)) -> tuple[int, ...]:
         """The query heads of DeepSeek's models."""

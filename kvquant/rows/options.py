@@ -4,10 +4,9 @@
     def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[No]]) -> Tensor: ...
     @overload
     def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[Yes]]) -> State: ...
-    @overload
-    def attend(self, layer: int, q: Tensor, **options: Unpack[StepOptions[bool]]) -> Either: ...
 
-Import this file under TYPE_CHECKING. Each function names its options, for help().
+A type checker refuses a flag that is known only when the call runs: write both calls. Import this
+file under TYPE_CHECKING. Each function names its options, for help().
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from .variant import AttentionVariant
 
 No = Literal[False]
 Yes = Literal[True]
-Lse = TypeVar("Lse")  # No, Yes or bool
+Lse = TypeVar("Lse")  # No or Yes
 Maybe = Tensor | None
 State = tuple[Tensor, Tensor]
-Either = Tensor | State  # where return_lse is known only when the call runs
 
 
 class _Options(TypedDict, Generic[Lse], total=False):

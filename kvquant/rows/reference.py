@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
-    from .options import Either, No, RowOptions, Yes
+    from .options import No, RowOptions, Yes
 
 State = tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -48,10 +48,6 @@ def reference_attention(
 def reference_attention(
     q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[RowOptions[Yes]]
 ) -> State: ...
-@overload
-def reference_attention(
-    q: Tensor, k_rows: Tensor, v_rows: Tensor, seq_lens: Tensor, **options: Unpack[RowOptions[bool]]
-) -> Either: ...
 def reference_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,

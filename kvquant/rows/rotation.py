@@ -1,49 +1,13 @@
-"""Rotations of rows, in plain torch, on any device: Hadamard, and rotary embeddings (RoPE).
+"""Rotary embeddings (RoPE) of new rows, in plain torch, on any device.
 
-    rotate(x) = H x,   H = the Sylvester matrix of b / sqrt(b) in every block of b elements,
-                       b = the largest power of two that divides head_dim (128 -> 128, 80 -> 16)
-
-H is symmetric and orthonormal: rotate undoes itself, and q·k = rotate(q)·rotate(k). It spreads an
-outlier channel over its block, so that the channel no longer sets the scale of a group.
-The contract, which kernels repeat bit for bit, all in float32: butterflies of stride 1, 2, 4, ...,
-b / 2, each of which puts the sum of two elements at the lower place and lower - upper at the upper
-one; at last one product with 1 / sqrt(b) rounded to float32.
-
-RoPE rotates pairs by the position of their token: x1 cos - x2 sin, x2 cos + x1 sin.
+Pairs are rotated by the position of their token: x1 cos - x2 sin, x2 cos + x1 sin.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
-
-from .arguments import FLOATS, check_tensor
-
-
-def block_size(head_dim: int) -> int:
-    """Elements that are rotated together: the largest power of two that divides head_dim."""
-    return head_dim & -head_dim
-
-
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the last axis of x in float32, rounded once to its dtype; ConfigError for others.
-
-    Source: QuaRot's rotations (https://arxiv.org/abs/2404.00456), in blocks.
-    """
-    check_tensor("x", x, FLOATS)
-    size, stride = block_size(x.shape[-1]), 1
-    # [head_dim, ...]: then neighbours in memory do the same
-    rotated = x.float().movedim(-1, 0).clone(memory_format=torch.contiguous_format)
-    while stride < size:
-        pairs = rotated.unflatten(0, (-1, 2, stride))
-        lower, upper = pairs[:, 0], pairs[:, 1]
-        difference = lower - upper
-        lower += upper
-        upper.copy_(difference)
-        stride *= 2
-    return (rotated * (1 / math.sqrt(size))).movedim(0, -1).contiguous().to(x.dtype)
 
 
 class Rope(NamedTuple):

@@ -261,12 +261,19 @@ def _refuse_query(q: torch.Tensor, segment: Segment, q_indptr: torch.Tensor | No
 
 
 def check_segment_values(segments: Sequence[Segment]) -> None:
-    """Raise ShapeError unless lengths and pages in use exist; not in a graph capture."""
+    """Raise ShapeError unless lengths, starts, slots and pages in use exist; not in a capture."""
     for segment in segments:
         if segment.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         lens, capacity = segment.seq_lens.cpu().numpy(), segment.capacity
         _check_range("seq_lens", lens, capacity, f"there is room for 0 to {capacity} rows")
+        places = {  # of a ring without rows the start is 0
+            "starts": (segment.starts, max(capacity - segment.sinks - 1, 0)),
+            "seq_slots": (segment.seq_slots, segment.k_rows.shape[0] - 1),
+        }
+        for name, (values, last) in places.items():
+            if values is not None:
+                _check_range(name, values.cpu().numpy(), last, f"{name} are 0 to {last}")
         if segment.block_table is not None:
             _check_page_values(segment, segment.block_table, lens)
 

@@ -67,38 +67,26 @@ def test_what_the_model_cannot_do_is_asked_of_no_cache(tmp_path: Path) -> None:
 
 
 def run_of(
-    name: str,
-    length: int,
-    given: dict[str, list[float]],
-    *,
-    exact: float = 1.0,
-    facts: int = 10,
-    seed: int = 0,
+    name: str, length: int, given: dict[str, list[float]], *, exact: float = 1.0, facts: int = 10
 ) -> dict[str, Any]:
     """A run of 100 answers, with caches of 16, 8, 7, ... bits and the shares given by task."""
 
-    def pair(share: float) -> dict[str, Any]:
-        return {"exact": exact, "given": share, "error": 0.01, "answers": 100}
+    def cache(title: str, bits: float) -> dict[str, Any]:
+        return {"cache": title, "packed_bits": bits, "sink_len": 0, "recent_len": 0}
 
-    count = len(next(iter(given.values())))
-    caches = [
-        {"cache": f"c{at}", "packed_bits": 8.0 - at, "sink_len": 0, "recent_len": 0}
-        for at in range(count)
-    ]
-    tasks = {
-        task: {"facts": facts, "caches": [pair(one) for one in shares]}
-        for task, shares in given.items()
-    }
+    def task(shares: list[float]) -> dict[str, Any]:
+        pair = {"exact": exact, "error": 0.01, "answers": 100}
+        return {"facts": facts, "caches": [pair | {"given": one} for one in shares]}
+
+    tasks = {name: task(shares) for name, shares in given.items()}
     if "variables" in given:
         tasks["variables"]["by_lines"] = {"3": tasks["variables"]["caches"]}
-    exact_cache = {"cache": "16 bit", "packed_bits": 16.0, "sink_len": 0, "recent_len": 0}
-    retrieval = {str(length): tasks}
-    settings = {"text": "packaged", "sizes": {"seed": seed}}
+    count = len(next(iter(given.values())))
     return {
         "model": {"name": name, "parameters": 2e6},
-        "settings": settings,
-        "caches": [exact_cache, *caches],
-        "retrieval": retrieval,
+        "settings": {"text": "packaged", "sizes": {"seed": 0}},
+        "caches": [cache("16 bit", 16.0), *(cache(f"c{at}", 8.0 - at) for at in range(count))],
+        "retrieval": {str(length): tasks},
     }
 
 

@@ -1,55 +1,50 @@
-"""Launch plans and techniques measured by tests/benchmarks/bench_tune.py, with a fake timer."""
+"""Launch plans measured by tests/benchmarks/bench_tune.py, with a fake timer."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import click.testing
 import pytest
-from click.testing import CliRunner
 from fake_timer import H200, MACHINE, FakeTimer, small
 
 from kvquant.bench.timer import Call
 from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES, WIDE
-from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_tune
-from bench_tune import KERNELS, PLANS
+from bench_tune import PLANS
 from measuring import Times
 
 
 @pytest.fixture
-def override_plan(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
+def forced(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """What the launcher is told to run, in the order of the calls; the last one runs now."""
-    told: list[tuple[Plan, str]] = []
+    told: list[Plan] = []
 
     @contextmanager
-    def force(plan: Plan, without: str = "") -> Iterator[None]:
-        told.append((plan, without))
+    def force(plan: Plan) -> Iterator[None]:
+        told.append(plan)
         yield
 
-    monkeypatch.setattr(bench_tune, "override_plan", force)
+    monkeypatch.setattr(bench_tune, "forced", force)
     monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
     return told
 
 
-def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) -> None:
+def test_tuning_keeps_the_fastest_plan(forced: list[Plan]) -> None:
     def times(call: Call) -> float:
-        plan = override_plan[-1][0]
+        plan = forced[-1]
         return 10.0 if (plan.warps, plan.stages) == (8, 3) else 11.0 + plan.splits[0]
 
     choice = bench_tune.tuned(small(), FakeTimer(times), H200)
     # the formula's and the fastest are measured again
-    assert len(override_plan) - 2 == len(set(override_plan)) == choice.measured > 4
-    assert override_plan[-2:] == [(choice.formula[0], WIDE), (choice.fastest[0], WIDE)]
-    assert choice.formula[0] == override_plan[0][0]
+    assert len(forced) - 2 == len(set(forced)) == choice.measured > 4
+    assert forced[-2:] == [choice.formula[0], choice.fastest[0]]
+    assert choice.formula[0] == forced[0]
     plan, measured = choice.fastest
     assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
     row = bench_tune.table_row(choice, H200)
@@ -63,11 +58,11 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
     assert bench_tune.choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
 
 
-def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]]) -> None:
+def test_the_fastest_by_chance_is_not_taken(forced: list[Plan]) -> None:
     seen: set[Plan] = set()
 
     def times(call: Call) -> float:
-        plan = override_plan[-1][0]
+        plan = forced[-1]
         first = plan not in seen
         seen.add(plan)
         return 10.0 if first and (plan.warps, plan.stages) == (8, 3) else 11.0
@@ -81,70 +76,3 @@ def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
     for gain, chosen in ((1.02, one), (1.05, two)):
         found = {one: Times(10.0, 8.0), two: Times(10.0 / gain, 8.0 / gain)}
         assert bench_tune.fastest(found, one) == chosen
-
-
-@pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])
-def test_ablation_leaves_out_one_thing_at_a_time(
-    name: str, override_plan: list[tuple[Plan, str]]
-) -> None:
-    case = small(name, seq_len=4096)
-    found = bench_tune.ablated(case, FakeTimer(), H200)
-    assert [
-        (one.plan, without) for one, (_, without) in zip(found, override_plan, strict=True)
-    ] == override_plan
-    whole, best = found[0], found[0].plan
-    techniques = [without for _, without in override_plan if without != WIDE]
-    own = {"padded shared memory"} if name in ("int4-g4", "int4") else set()
-    assert set(techniques) == set(TECHNIQUES) - own
-    plans = [plan for plan, without in override_plan[1:] if without == WIDE]
-    assert best not in plans and len(plans) == len(set(plans))
-    assert {plan.stages for plan in plans} - {best.stages}
-    assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)
-    cells = bench_tune.ablation_cells(whole, whole)
-    assert len(cells) == len(KERNELS)
-    assert cells[-4:] == ["10.0", "1.00x", "8.0", "1.00x"]
-    assert bench_tune.ablation_figures(found[1], MACHINE)["kernel"].startswith("without ")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the script find a GPU: the CPU, with a fake timer."""
-    monkeypatch.setattr(bench_tune, "GraphTimer", lambda seconds: FakeTimer())
-    monkeypatch.setattr(bench_tune, "describe_machine", lambda timer, version: MACHINE)
-    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
-
-
-def run(*args: object) -> click.testing.Result:
-    return CliRunner().invoke(bench_tune.main, [*map(str, args)])
-
-
-SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
-
-
-@pytest.mark.extra("cuda")
-def test_the_script_tunes_and_ablates(
-    gpu: None,
-    override_plan: list[tuple[Plan, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
-    path = tmp_path / "tune.json"
-    done = run("--format", "fp8", *SMALL, "--json", path)
-    assert done.exit_code == 0, done.output
-    assert f"\n1 plans kept in {tmp_path}" in done.stdout
-    assert [row.k for row in load_table()] == ["fp8/64"]
-    assert len(json.loads(path.read_text())["plans"]) == 1
-
-    done = run("--ablate", "--format", "fp8", *SMALL, "--json", path)
-    assert done.exit_code == 0, done.output
-    assert "without unrolled loads" in done.stdout
-    kernels = json.loads(path.read_text())["kernels"]
-    assert kernels[0]["splits"] == [load_table()[0].splits]
-
-
-@pytest.mark.gpu
-def test_every_ablation_is_right_on_a_gpu() -> None:
-    done = run("--ablate", "--format", "bf16", "--batch", 2, "--seq-len", 1000)
-    assert done.exit_code == 0, done.output
-    assert "without padded shared memory" in done.stdout

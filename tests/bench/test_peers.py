@@ -63,9 +63,7 @@ def test_wrong_results_are_named_and_not_timed(capsys: pytest.CaptureFixture[str
 
 
 def test_json_says_what_was_measured_and_where(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = Machine("a GPU", "CUDA 13.0", "2.11", "0.1", "2026", 4350.0)
     compiled: list[object] = []
@@ -83,7 +81,7 @@ def test_json_says_what_was_measured_and_where(
     assert found["machine"]["device"] == "a GPU" and found["commit"] == "0123abc"
     assert compiled == []
     assert [(one["shape"], one["project"], one["cache"]) for one in found["peers"]] == [
-        ("4:2x8x2", "torch", "BF16"),
+        ("4:2x8x2", "torch", "BF16")
     ]
     for one in found["peers"]:
         assert one["us"] == 10 and one["gb_per_s"] > 0 and 0 < one["error"] < 8e-2 and one["kernel"]

@@ -20,16 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import programs
 import public_models
 from click.testing import CliRunner
-from peer_caches import (
-    EXACT,
-    Leave,
-    PeerLayer,
-    PeerReference,
-    Shipped,
-    ggml,
-    new_cache,
-    shipped,
-)
+from peer_caches import EXACT, Leave, PeerLayer, PeerReference, Shipped, ggml, new_cache, shipped
 from peer_schemes import kivi, kivi_keys, kivi_values
 from public_tables import AGAIN, at_most, losses
 from tiny_models import tiny_model
@@ -294,6 +285,14 @@ def test_a_program_without_an_end_is_killed_with_its_children(alone: bool) -> No
         assert not mark.exists()
 
 
+def measured_twice(given: str, path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file, and what the second run prints."""
+    for _ in range(2):
+        done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    return json.loads(path.read_text())["rows"], done.output
+
+
 @pytest.mark.slow
 def test_the_script_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_models, "PLANS", ())
@@ -306,10 +305,7 @@ def test_the_script_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(public_models, "Task", lambda kinds: Task(kinds, ("keys",)))
     few = partial(Sizes, prompts=1, questions=1)
     monkeypatch.setattr(public_models, "Sizes", few)
-    for _ in range(2):
-        done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-    rows = json.loads(path.read_text())["rows"]
+    rows, _ = measured_twice(given, path)
     names = [(one["key"]["measure"], one["key"]["cache"]) for one in rows]
     assert names == [
         ("kl", "16 bit"),
@@ -353,10 +349,7 @@ def test_humaneval_asks_every_cache_and_goes_on(
     given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure humaneval "
     given += f"--run-programs {data} --network-is-off --new-tokens 40 --place behind "
     given += "--sample 0 --sample 1"
-    for _ in range(2):
-        done = CliRunner().invoke(public_models.main, given.split(), catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-    rows = json.loads(path.read_text())["rows"]
+    rows, output = measured_twice(given, path)
     names = [one["key"]["cache"] for one in rows]
     own = ["16 bit", AGAIN, "int8", "int8"]
     assert names == [*own, *own, *["KIVI", "same"] * 2]  # 16 bit serves peers, too
@@ -367,4 +360,4 @@ def test_humaneval_asks_every_cache_and_goes_on(
     assert greedy != sampled
     # the same numbers for every cache: what rounds nothing writes the same
     assert pairs["same 9"] == greedy and pairs["same 11"] == sampled
-    assert "loss at most" in done.output
+    assert "loss at most" in output

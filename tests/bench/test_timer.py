@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,27 +14,6 @@ import torch
 from kvquant.bench import timer as timer_module
 from kvquant.bench.measure import render_machine
 from kvquant.bench.timer import GraphTimer, Timer, describe_machine
-
-
-def test_every_call_runs_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-
-    @contextlib.contextmanager
-    def graph(_: object) -> Iterator[None]:
-        events.append("capture")
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
-
-    def make_call(name: str) -> Callable[[], None]:
-        return lambda: events.append(name)
-
-    first, second = make_call("first"), make_call("second")
-    timer_module.capture([first, second, first])
-    before = ["first", "second", "synchronize", "capture"]
-    assert events == [*before, "first", "second", "first"]
 
 
 @pytest.mark.parametrize(

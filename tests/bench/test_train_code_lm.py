@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from click.testing import CliRunner
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import bench_code
-import code_tasks
-import train_code_lm
-from evaluations import Evaluations, read_runs, tables
 from train_code_lm import prepare, read_sources
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from kvquant.evaluation.prompts import Writer
-from kvquant.evaluation.retrieval import TASKS
+from transformers import AutoTokenizer
 
 PACKAGES = ("first", "second", "asked", "planned")
 HELD = ("asked", "planned")
@@ -75,83 +64,3 @@ def test_packages_that_are_held_out_are_not_trained_on(site: Path, folder: Path)
         read_sources(site, ("asked", "nowhere"))
     with pytest.raises(SystemExit, match="two packages or more"):
         read_sources(site, ("asked",))
-
-
-@pytest.mark.parametrize("kind", code_tasks.KINDS)
-def test_definitions_stand_in_code_and_before_the_last_quarter(kind: str, folder: Path) -> None:
-    source = (folder / "valid.txt").read_text()
-    code_tasks.add(source)
-    sheet = TASKS[kind](Random(3), 40)
-    assert len({one.begun for one in sheet.questions}) == len(sheet.questions) == 30
-    for one in sheet.questions:
-        (at,) = one.lines
-        *passage, definition = sheet.lines[at].splitlines()
-        assert at < 30 and definition.endswith(one.answer) and len(one.answer) == 4
-        assert "\n".join(passage) in source and len(passage) == code_tasks.PASSAGE
-        name = one.begun.removeprefix("assert ").removeprefix("print(").split("(")[0].split(")")[0]
-        assert name in definition and sum(name in line for line in sheet.lines) == 1
-    words = [one.begun.split("_")[-3:-1] for one in sheet.questions]
-    assert len({first for first, _ in words}) < 10  # so others share it
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = Writer(tokenizer, 2048, [5], window=0, sinks=0, num_questions=8).write(kind, "0")
-    assert min(one.distance for one in prompt.asked) > 2048 // 5
-
-
-SMALL = "--width 256 --layers 1 --tokens 1024 --vocabulary 400 --workers 0".split()
-
-
-def trained(folder: Path, *options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_code_lm.py", str(folder), *SMALL, *options])
-    train_code_lm.main()
-
-
-@pytest.mark.slow
-def test_a_model_is_trained_in_two_commands_and_measured(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "code-lm"
-    held = ["--packages", str(site), *(f"--held={one}" for one in HELD)]
-    lengths = ["--length", "128", "--length", "256"]
-    trained(folder, *held, *lengths, "--seconds", "6", monkeypatch=monkeypatch)
-    first = torch.load(folder / "training.pt", weights_only=True)
-    steps = first["optimizer"]["state"][0]["step"]
-    sources = (folder / "tokens.npy").stat().st_mtime_ns
-    printed = capsys.readouterr().out
-    again = "--resume", "--length", "512", "--seconds", "4"
-    trained(folder, *again, monkeypatch=monkeypatch)
-    printed += capsys.readouterr().out
-    for text in (
-        "trained at 128 tokens",
-        "trained at 256 tokens",
-        "at the beginning of 512 tokens",
-    ):
-        assert text in printed
-    second = torch.load(folder / "training.pt", weights_only=True)
-    assert second["optimizer"]["state"][0]["step"] > steps > 0  # it goes on
-    assert (folder / "tokens.npy").stat().st_mtime_ns == sources
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.bfloat16 and model.config.max_position_embeddings == 1024
-    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 1)
-
-    path = tmp_path / "code.json"
-    given = "--length 512 --window 4/32 --format int8 --format int4 --no-plans --no-peers"
-    given += " --task functions --task keys --prompts 2 --questions 2 --seeds 2 --passages 2"
-    given += " --texts 2 --new-tokens 40 --seconds 600 --device cpu"
-    given = f"{folder} {given} --json {path}"
-    done = CliRunner().invoke(bench_code.main, given.split(), catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    screened, measured, generated = read_runs(path)  # the model answers nothing
-    assert [*screened["retrieval"]["512"]] == ["functions", "keys"]
-    assert screened["settings"]["text"] != "packaged"
-    assert measured["kl"]["512"][0]["tokens"] == 256 and "retrieval" not in measured
-    assert generated["generation"]["512"]["greedy"][0]["prompts"] == 2
-    one = Evaluations("code-lm", read_runs(path))
-    headings = [heading for heading, _ in tables(one)]
-    assert [heading.split(";")[0] for heading in headings[1:]] == [
-        "KL to the 16-bit cache",
-        "Texts that are equal to those of the 16-bit cache",
-    ]
-    titles, rows = one.agreement((4, 32))
-    assert titles == ["cache", "bits", "texts", "32 tokens", "40 tokens"]
-    assert [row[:3] for row in rows] == [["int8", "8.25", way] for way in ("greedy", "sampled")]
-    assert str(tmp_path) not in json.dumps(read_runs(path))

@@ -7,10 +7,10 @@ with 16-bit rows too. Times are per call, of calls in a row inside one CUDA grap
 their own that outgrow the L2 cache together. The transforms of K and V:
 
     (none)      nearest codes of the rows as they come: one launch
-    k, kv       K, or both, with an offset and a Hadamard rotation: one launch
+    k, kv       K, or both, with an offset: one launch
     clip        both so, with clipped ranges: one launch
     feedback    likewise, rounded with feedback: one launch
-    matrix      likewise, with a matrix for the rotation: before them the products, by torch
+    matrix      likewise, with a matrix: before them the products, by torch
 """
 
 from __future__ import annotations
@@ -123,15 +123,15 @@ def make_basis(what: str) -> Basis:
     """One of TRANSFORMS."""
     offset = torch.randn(HEADS, HEAD_DIM, device="cuda")
     if what in ("k", "kv"):
-        return Basis(offset, "hadamard")
+        return Basis(offset)
     clip = torch.full((HEADS,), 0.9, device="cuda")
     if what == "clip":
-        return Basis(offset, "hadamard", clip=clip)
+        return Basis(offset, clip=clip)
     eye, roots = torch.eye(HEAD_DIM, device="cuda"), torch.randn(HEADS, HEAD_DIM, HEAD_DIM).cuda()
     feedback = feedback_matrix(roots.double() @ roots.double().mT + eye).float()
     if what == "feedback":
-        return Basis(offset, "hadamard", clip=clip, feedback=feedback)
-    return Basis(offset, "matrix", eye + 0.1 * roots, clip, feedback)
+        return Basis(offset, clip=clip, feedback=feedback)
+    return Basis(offset, eye + 0.1 * roots, clip, feedback)
 
 
 def inputs(

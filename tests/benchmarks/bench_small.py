@@ -16,6 +16,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,6 +45,9 @@ from kvquant.ops.attention import attend
 from kvquant.rehearsal import rehearse
 from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import Segment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from forced_plan import forced
 
 FORMAT = RowFormat.parse("int4-g4", 128)
 SHAPES = {  # sequences, query heads, KV heads, tokens
@@ -146,11 +150,14 @@ def watch(seconds: float = QUIET) -> None:
 def following(one: Planned) -> Iterator[None]:
     """Let calls take a variant's kernel and plan."""
 
-    def describe_changed(*args: Any) -> launch.Work:
-        work = describe(*args)
+    def describe_changed(*args: Any, **options: Any) -> launch.Work:
+        work = describe(*args, **options)
         return replace(work, spec=replace(work.spec, overlapped=one.spec.overlapped))
 
-    with mock.patch.object(launch, "describe", describe_changed), launch.override_plan(one.chosen):
+    with (
+        mock.patch.object(launch, "describe", describe_changed),
+        forced(one.chosen, may_widen=True),
+    ):
         yield
 
 

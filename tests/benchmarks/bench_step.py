@@ -62,11 +62,11 @@ def make_bases() -> dict[str, LayerBasis | None]:
     roots = torch.randn(square).double()
     feedback = feedback_matrix(roots @ roots.mT + eye).float()
     matrix, offset = eye + 0.05 * torch.randn(square), make_offset()
-    plain, rotated = Basis(torch.zeros(HEADS, DIM)), Basis(offset, "hadamard")
-    turned, rounded = (Basis(offset, "matrix", matrix, None, one) for one in (None, feedback))
+    plain, moved = Basis(torch.zeros(HEADS, DIM)), Basis(offset)
+    turned, rounded = (Basis(offset, matrix, None, one) for one in (None, feedback))
     return {
         "no plan": None,
-        "Hadamard": LayerBasis(rotated, rotated),
+        "offset": LayerBasis(moved, moved),
         "matrix": LayerBasis(turned, turned),
         "matrix, V folded": LayerBasis(turned, plain),
         "matrix and feedback": LayerBasis(rounded, rounded),

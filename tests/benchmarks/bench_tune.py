@@ -1,16 +1,16 @@
-"""Launch plans measured on a GPU: the fastest for the table, and what each technique brings.
+"""Launch plans measured on a GPU: the fastest for the table.
 
 python tests/benchmarks/bench_tune.py --quick --format int4-g4
-python tests/benchmarks/bench_tune.py --ablate --json ablated.json
 
 Plans are those of the decode kernel for any GPU. The one for wide groups has no such plans, and is
-left out (WIDE).
+left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from kvquant.bench.measure import case_figures, render_machine, rotated_inputs
 from kvquant.bench.timer import GraphTimer, Machine, Timer, describe_machine
 from kvquant.cli.console import COUNT, HEAD_DIM, JSON, Format, check_output, write_json
 from kvquant.errors import ConfigError
-from kvquant.kernels.cuda.decode.launch import override_plan
 from kvquant.kernels.cuda.decode.plan import (
     RINGS,
     Plan,
@@ -40,11 +39,10 @@ from kvquant.kernels.cuda.decode.plan import (
     stages_of,
     useful_splits,
 )
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES, TILE, WIDE, DecodeSpec, Path, columns_of
+from kvquant.kernels.cuda.decode.spec import DecodeSpec, Path, columns_of
 from kvquant.kernels.cuda.decode.tuned import (
     TABLE_VERSION,
     Tuned,
-    measured_plans,
     read_table,
     table_path,
 )
@@ -55,6 +53,9 @@ from kvquant.kernels.disk_cache import locked, replace_file
 from kvquant.rows.format import RowFormat
 from kvquant.text import Column, progress, render_table
 
+sys.path.insert(0, str(FilePath(__file__).parents[1] / "support"))
+from forced_plan import forced  # of the tests
+
 T = TypeVar("T")
 FORMATS = "int4-g4", "int4", "int8-g4", "fp8", "bf16"
 # shapes of the default table of plans
@@ -64,9 +65,6 @@ TABLE: dict[str, Any] = {
     "num_q_heads": 8,
     "num_kv_heads": 1,
 }
-# where the techniques are measured; bf16 rows are padded
-ABLATED = TABLE | {"batches": (256,), "seq_lens": (8192,)}
-ABLATED_FORMATS = ("int4-g4", "int4-g8", "bf16")
 GIVE_UP = 1.25  # a plan this much slower alone than the best is not timed to the end
 CHEAPEST = 12  # plans by the formula's prices that are measured where it has to be quick
 WORTH = 1.03  # what a plan must gain over the formula's, both times considered: less may be noise
@@ -79,12 +77,6 @@ PLANS = (
     *(Column(title, part=1) for title in ("plans", "by the\nformula", "us", "in a row\nus")),
     *(Column(title, part=2) for title in ("fastest", "us", "in a row\nus")),
     *(Column(title, part=2) for title in ("gain", "gain\nin a row")),
-)
-KERNELS = (
-    *SHAPE,
-    Column("kernel", left=True),
-    *(Column(title, part=1) for title in ("us", "ratio")),
-    *(Column(title, part=2) for title in ("in a row\nus", "ratio")),
 )
 
 
@@ -126,16 +118,6 @@ class Choice:
     measured: int
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """A kernel or a plan that differs from the best in one thing."""
-
-    case: Case
-    name: str
-    plan: Plan
-    times: Times
-
-
 def tuned(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice:
     """Measure the plans worth measuring for a case of plain rows, each checked first.
 
@@ -151,7 +133,7 @@ def tuned(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice
     inputs = rotated_inputs(case, timer)
 
     def times_of(one: Plan, limit: float = math.inf) -> Times:
-        with override_plan(one, WIDE):
+        with forced(one):
             return check_and_time(case, inputs, timer, limit)[1]
 
     formula, *others = plans_to_measure(case, gpu, most)
@@ -180,12 +162,10 @@ def plans_to_measure(case: Case, gpu: GPU, most: int | None = None) -> list[Plan
     return list(dict.fromkeys([formula, *wanted]))
 
 
-def rehearse_plans(case: Case, plans: Iterable[tuple[Plan, str]]) -> None:
-    """Attend without values by plans, each perhaps without a technique, for a rehearsal: see
-    kvquant/rehearsal.py."""
-    kernels = {(one.warps, one.stages, without): one for one, without in plans}
-    for (_, _, without), one in kernels.items():
-        with override_plan(one, without or WIDE):
+def rehearse_plans(case: Case, plans: Iterable[Plan]) -> None:
+    """Attend without values by plans, for a rehearsal: see kvquant/rehearsal.py."""
+    for one in {(one.warps, one.stages): one for one in plans}.values():
+        with forced(one):
             rehearse_case(case)
 
 
@@ -204,54 +184,6 @@ def table_row(choice: Choice, gpu: GPU) -> Tuned:
     """What the table of plans keeps."""
     case, (fastest, _) = choice.case, choice.fastest
     return tuned_row(decode_spec(case, gpu), gpu, num_units(case, gpu), case.seq_len, fastest)
-
-
-def ablated(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> list[Ablation]:
-    """Measure the kernel without each technique, and under other plans; all checked first.
-
-    Args:
-        case: plain rows.
-        timer: takes the times.
-        gpu: where it runs.
-        rows: the table of measured plans.
-
-    Returns:
-        The kernel as it is, then the others.
-    """
-    inputs = rotated_inputs(case, timer)
-    found = []
-    for name, (one, without) in ablations(case, gpu, rows).items():
-        with override_plan(one, without or WIDE):
-            _, times = check_and_time(case, inputs, timer)
-        found.append(Ablation(case, name, one, times))
-    return found
-
-
-def ablations(case: Case, gpu: GPU, rows: Sequence[Tuned] = ()) -> dict[str, tuple[Plan, str]]:
-    """The best plan, and what is measured in its place: plans, and techniques to leave out, by
-    name; rows as in ablated.
-
-    Padding is left out only where it changes how rows lie; 80-byte rows are their own padding.
-    """
-    spec = decode_spec(case, gpu)
-    best = plan(spec, gpu, num_units(case, gpu), [case.seq_len], rows=rows)
-    spec = replace(spec, warps=best.warps, stages=best.stages)
-    ring = spec.ring_bytes(spec.first)
-    found = {"all techniques": (best, "")}
-    for technique in TECHNIQUES:
-        plain = replace(spec, without=technique)
-        if technique != "padded shared memory" or plain.ring_bytes(plain.first) != ring:
-            found[f"without {technique}"] = best, technique
-    (splits,) = best.splits
-    most = min(-(-case.seq_len // TILE), fit(spec, gpu).most_parts)
-    for count in (1, splits // 2, 2 * splits):
-        if count != splits and 1 <= count <= most:
-            name = "1 split" if count == 1 else f"{count} splits"
-            found[name] = replace(best, splits=(count,)), ""
-    for stages in stages_of(spec):
-        if stages != best.stages and fit(replace(spec, stages=stages), gpu).blocks:
-            found[f"{stages} stages"] = replace(best, stages=stages), ""
-    return found
 
 
 def decode_spec(case: Case, gpu: GPU) -> DecodeSpec:
@@ -276,15 +208,6 @@ def choice_cells(choice: Choice) -> list[str]:
     for one, times in (choice.formula, choice.fastest):
         row += [_words(one), _number(times.alone, ".1f"), _number(times.in_a_row, ".1f")]
     return [*row, *_ratios(choice.formula[1], choice.fastest[1])]
-
-
-def ablation_cells(ablation: Ablation, whole: Ablation) -> list[str]:
-    """A row of KERNELS; ratios are to the whole kernel under its plan."""
-    times, name = ablation.times, ablation.name
-    alone, in_a_row = _ratios(times, whole.times)
-    name += f": {_words(ablation.plan)}" if ablation is whole else ""
-    row = [*_shape(ablation.case), name, _number(times.alone, ".1f"), alone]
-    return [*row, _number(times.in_a_row, ".1f"), in_a_row]
 
 
 def _shape(case: Case) -> list[str]:
@@ -313,13 +236,6 @@ def choice_figures(choice: Choice, machine: Machine) -> dict[str, Any]:
     return found
 
 
-def ablation_figures(ablation: Ablation, machine: Machine) -> dict[str, Any]:
-    """An ablation of the kernel as plain data."""
-    case = ablation.case
-    found = {**case_figures(case), "kernel": ablation.name, **asdict(ablation.plan)}
-    return found | figures_of(case, ablation.times, machine)
-
-
 @click.command()
 @click.option(
     "--format", "formats", type=Format("/"), multiple=True, help="Or FORMAT/FORMAT, of K and V."
@@ -331,38 +247,32 @@ def ablation_figures(ablation: Ablation, machine: Machine) -> dict[str, Any]:
 @click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Of a row.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Of q and the output.")
 @click.option("--quick", is_flag=True, help=f"Only the {CHEAPEST} cheapest plans, timed briefly.")
-@click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @JSON
 def main(
     formats: tuple[str, ...],
     dtype: str | None,
     quick: bool,
-    ablate: bool,
     json_file: FilePath | None,
     **sizes: Any,
 ) -> None:
     """Find the fastest launch plans on this GPU and keep them in the table of measured plans.
 
     With several formats, batches or tokens all combinations are measured. Without batch, heads or
-    tokens these are the shapes of TABLE, or of ABLATED.
+    tokens these are the shapes of TABLE.
     """
     check_output(json_file, endings=(".json",))
     if not any(sizes[name] for name in TABLE):
-        sizes |= ABLATED if ablate else TABLE
-    formats = formats or (ABLATED_FORMATS if ablate else FORMATS)
-    cases = list_cases(formats, dtype=getattr(torch, dtype) if dtype else None, **sizes)
+        sizes |= TABLE
+    cases = list_cases(formats or FORMATS, dtype=getattr(torch, dtype) if dtype else None, **sizes)
     timer = GraphTimer(0.01 if quick else 0.05)
     machine = describe_machine(timer, __version__)
     click.echo(render_machine(machine) + "\n")
     gpu, rows = launch.gpu_of(timer.device.index), list[list[str]]()
     try:
-        if ablate:
-            figures = _ablate(cases, timer, machine, gpu, rows)
-        else:
-            figures = _tune(cases, timer, machine, gpu, rows, CHEAPEST if quick else None)
+        figures = _tune(cases, timer, machine, gpu, rows, CHEAPEST if quick else None)
     finally:  # what was measured is printed after an interrupt too
         if rows:
-            click.echo(render_table(KERNELS if ablate else PLANS, rows))
+            click.echo(render_table(PLANS, rows))
     write_json(json_file, {"machine": asdict(machine)} | figures)
 
 
@@ -415,7 +325,7 @@ def _tune(
 ) -> dict[str, Any]:
     path = save_table(())  # an error, if any, comes before the measurements
     click.echo("plans: splits x warps of a block x stages")
-    plans = {case: [(one, "") for one in plans_to_measure(case, gpu, most)] for case in cases}
+    plans = {case: plans_to_measure(case, gpu, most) for case in cases}
     warm_up(timer.device, [partial(rehearse_plans, *one) for one in plans.items()])
     choices = []
     for choice in each_that_fits(cases, lambda case: tuned(case, timer, gpu, most)):
@@ -424,20 +334,6 @@ def _tune(
         choices.append(choice)
     click.echo(f"{len(choices)} plans kept in {path}: new processes use them\n")
     return {"plans": [choice_figures(choice, machine) for choice in choices]}
-
-
-def _ablate(
-    cases: Sequence[Case], timer: Timer, machine: Machine, gpu: GPU, rows: list[list[str]]
-) -> dict[str, Any]:
-    table = measured_plans()
-    click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
-    kernels = {case: ablations(case, gpu, table).values() for case in cases}
-    warm_up(timer.device, [partial(rehearse_plans, *one) for one in kernels.items()])
-    figures = []
-    for found in each_that_fits(cases, lambda case: ablated(case, timer, gpu, table)):
-        rows += [ablation_cells(one, found[0]) for one in found]
-        figures += [ablation_figures(one, machine) for one in found]
-    return {"kernels": figures}
 
 
 def each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iterator[T]:

@@ -221,7 +221,7 @@ def main(fmt: str, basis: bool, has_few: bool) -> None:
     moved = None
     if basis:
         matrix = torch.linalg.qr(torch.randn(KV_HEADS, DIM, DIM))[0]
-        moved = LayerBasis(*[Basis(torch.zeros(KV_HEADS, DIM), "matrix", matrix)] * 2).to("cuda")
+        moved = LayerBasis(*[Basis(torch.zeros(KV_HEADS, DIM), matrix)] * 2).to("cuda")
     layer = LayerRows(Settings(fmt, fmt).layout(KV_HEADS, DIM, DIM), SCALE, moved)
     impl = SimpleNamespace(
         alibi_slopes=None,

@@ -201,11 +201,9 @@ def made_plan(model: Any) -> Any:
 
 
 def lasting(facts: Any, tensors: dict[str, torch.Tensor]) -> kv.CachePlan:
-    """A plan with what stays of it: bases that are matrices, feedback of K."""
+    """A plan with what stays of it: feedback of K."""
     for layer in facts["layers"]:
         layer["v"]["rounding"] = "nearest"
-        for side in (layer["k"], layer["v"]):
-            side["basis"] = side["basis"].replace("hadamard", "none")
     return kv.CachePlan(facts, {name: x for name, x in tensors.items() if name != "v.feedback"})
 
 

@@ -52,13 +52,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peer_schemes import FP16, Pair, Read, codebook, from_codebook, kivi, kvarn, oscar, rounded
+from peer_schemes import (
+    FP16,
+    Pair,
+    Read,
+    codebook,
+    from_codebook,
+    kivi,
+    kvarn,
+    oscar,
+    rotate,
+    rounded,
+)
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvquant.calibration.fidelity import compare_passages, standard_errors
 from kvquant.hf.model import CachedModel
 from kvquant.rows.quantize import EXACT_DTYPES
-from kvquant.rows.rotation import block_size, rotate
 
 PREFILL = 4096  # tokens that are read at a time
 BATCH = 8  # passages that are decoded together
@@ -305,7 +315,7 @@ def llama_cpp(bits: int) -> tuple[str, float, Read]:
     """llama.cpp's q8_0 or q4_0, of heads of a multiple of 64: the same of either."""
 
     def side(which: str, x: torch.Tensor) -> torch.Tensor:
-        size = block_size(x.shape[-1]) if which == "k" else 64
+        size = x.shape[-1] & -x.shape[-1] if which == "k" else 64
         return turned(ggml(turned(x, size), bits), size)
 
     return f"llama.cpp q{bits}_0", bits + FP16 / 32, one_by_one(side)

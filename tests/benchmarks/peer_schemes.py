@@ -41,7 +41,6 @@ import torch
 
 from kvquant.calibration.fidelity import with_window
 from kvquant.hf.model import CachedModel
-from kvquant.rows.rotation import rotate
 
 FP16 = 16
 OSCAR_CLIP = {"k": 0.96, "v": 0.92}
@@ -50,6 +49,20 @@ STDS = 1e-3, 1e3
 LOGS = -0.3, 10.0  # least and greatest of its scales, natural logarithms
 Pair = tuple[torch.Tensor, torch.Tensor]
 Read = Callable[[int, torch.Tensor, torch.Tensor], Pair]
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the last axis by Hadamard's matrix, in blocks of the largest power of two in it.
+
+    In float32: butterflies of stride 1, 2, 4 and so on, then one product. It undoes itself.
+    """
+    rows = x.float()
+    size, stride = x.shape[-1] & -x.shape[-1], 1
+    while stride < size:
+        lower, upper = rows.unflatten(-1, (-1, 2, stride)).unbind(-2)
+        rows = torch.stack((lower + upper, lower - upper), -2).flatten(-3)
+        stride *= 2
+    return (rows * (1 / math.sqrt(size))).to(x.dtype)
 
 
 @dataclass(frozen=True)

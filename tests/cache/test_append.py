@@ -21,7 +21,7 @@ from kvquant.rows.basis import Basis, LayerBasis
 
 def bases(device: str = "cpu") -> list[LayerBasis]:
     offset = torch.randn(HEADS, DIM)
-    return [LayerBasis(Basis(offset, "hadamard"), Basis(-offset)).to(device)] * 2
+    return [LayerBasis(Basis(offset), Basis(-offset)).to(device)] * 2
 
 
 def assert_same(cache: KVCache, other: KVCache) -> None:
@@ -159,25 +159,27 @@ def test_tokens_without_room_are_left_out_of_a_graph(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
-@pytest.mark.parametrize("with_basis", mark_slow([False, True], [True]))
-def test_compiled_steps_are_the_same(with_basis: bool) -> None:
-    chosen = bases() if with_basis else None
-    cache, other = make(bases=chosen), make(bases=chosen)
+@pytest.mark.parametrize("kind", mark_slow(["plain", "basis", "window"], ["basis", "window"]))
+def test_compiled_steps_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "SPARE", 2)  # so that a ring closes
+    chosen, q = bases() if kind == "basis" else None, torch.randn(BATCH, 2 * HEADS, DIM)
+    windows = [8, None] if kind == "window" else None
+    cache, other = (make(bases=chosen, windows=windows) for _ in range(2))
     for one in (cache, other):
         one.append(0, *tokens(0))
         one.append(1, *tokens(0))
 
-    def step(k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> None:
+    def step(one: KVCache, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> Any:
+        found = []
         for index in range(2):
-            cache.append(index, k, v, new_lens)
+            one.append(index, k, v, new_lens)
+            found.append(one.attend(index, q))
+        return found
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda *new: step(cache, *new), fullgraph=True, backend="aot_eager")
     for count in range(12):
-        k, v = tokens(2)
-        new_lens = torch.tensor([2, count % 2, 0])
-        compiled(k, v, new_lens)
-        for index in range(2):
-            other.append(index, k, v, new_lens)
+        new = *tokens(2), torch.tensor([2, count % 2, 0])
+        torch.testing.assert_close(compiled(*new), step(other, *new))
         assert_same(cache, other)
     compiled(*tokens(2), torch.tensor([1, 0, 0]))
     assert cache.seq_lens.tolist() == [24, 6, 0] and cache.overflow_tokens.tolist() == [2]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from example_plan import example_plan
 from latent_plans import latent_plan, random_basis, with_outliers
+from refusals import refused
 from relative_l2 import relative_l2
 
 from kvquant import (
@@ -17,6 +18,8 @@ from kvquant import (
     KVCache,
     LatentFormat,
     LatentKVCache,
+    LatentPagedKVCache,
+    PagedKVCache,
     debug,
     dequantize_rows,
     load_cache,
@@ -25,6 +28,7 @@ from kvquant import (
     save_cache,
 )
 from kvquant.cache.latent import LatentLayerCache
+from kvquant.calibration.bases import spreading
 from kvquant.errors import (
     CheckpointError,
     ConfigError,
@@ -39,7 +43,6 @@ from kvquant.io.plan import CachePlan
 from kvquant.ops import mla
 from kvquant.ops.mla import check_kernels
 from kvquant.rows.basis import LayerBasis
-from kvquant.rows.rotation import rotate
 
 SCALE = 80**-0.5
 DIMS = {"latent_dim": 256, "rope_dim": 32}
@@ -159,8 +162,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dims"),
-    [(FORMAT, (256, 32)), (["fp8", "int4-g8+fp8-g4"], (512, 64))],
+    ("fmt", "dims"), [(FORMAT, (256, 32)), (["fp8", "int4-g8+fp8-g4"], (512, 64))]
 )
 def test_files_give_the_same_cache_back(
     fmt: str | list[str], dims: tuple[int, int], tmp_path: Path
@@ -250,9 +252,6 @@ def test_more_queries_than_tokens_are_refused() -> None:
 
 BASES = {
     "matrix": random_basis(),
-    "hadamard": LayerBasis(
-        Basis(torch.full((1, 256), 0.5), "hadamard"), Basis(torch.full((1, 32), 0.5), "hadamard")
-    ),
     "offset": LayerBasis(Basis(torch.ones(1, 256)), Basis(torch.zeros(1, 32))),
 }
 
@@ -308,8 +307,8 @@ def test_a_basis_takes_the_outliers_out_of_int4_latents() -> None:
     rows = latent.flatten(0, 2)
     mean = rows.mean(0, keepdim=True)
     axes = torch.linalg.eigh((rows - mean).T.double() @ (rows - mean).double())[1].float()
-    matrix = (axes @ rotate(torch.eye(256)))[None]  # every stored channel has a part of each axis
-    spread = LayerBasis(Basis(mean, "matrix", matrix), Basis(torch.zeros(1, 32)))
+    matrix = (axes @ spreading(256).float())[None]  # every stored channel has a part of each axis
+    spread = LayerBasis(Basis(mean, matrix), Basis(torch.zeros(1, 32)))
     q_latent, q_rope = queries(4)
     q_latent /= 30
     errors = []
@@ -328,7 +327,8 @@ def test_caches_keep_their_bases(tmp_path: Path) -> None:
     plan = latent_plan()
     cache = LatentKVCache.from_plan(plan, 3, 96, sink_len=2, recent_len=16)
     assert cache.formats == [LatentFormat.parse(name, 256, 32) for name in ("int4-g8", "bf16")]
-    assert "int4-g8 or bf16 in bases" in repr(cache)
+    end = "int4-g8 or bf16, max_seq_len 96, bf16 sinks and recent tokens: 2 and 16, bases, on cpu)"
+    assert repr(cache).endswith(end)
     latent, rope = tokens(60)
     for layer in range(2):
         cache.append(layer, latent, rope, torch.tensor([60, 0, 25]))
@@ -365,24 +365,36 @@ def _moved(plan: CachePlan) -> CachePlan:
     return CachePlan(plan.facts, tensors)
 
 
-def test_bases_and_plans_that_do_not_fit_are_refused() -> None:
-    plan = latent_plan()
-    with pytest.raises(ConfigError, match=r"plan is of latent rows.*use LatentKVCache.from_plan"):
-        KVCache.from_plan(plan, 1, 64)
-    with pytest.raises(ConfigError, match=r"plan is of keys and values of heads.*use KVCache"):
-        LatentKVCache.from_plan(example_plan(), 1, 64)
-    options: dict[str, Any] = {"fmt": "int8", "latent_dim": 512}
-    with pytest.raises(ConfigError, match="fmt, latent_dim with a plan"):
-        LatentKVCache.from_plan(plan, 1, 64, **options)
-    with pytest.raises(ConfigError, match="latent rows have no windows"):
-        LatentKVCache.from_plan(plan, 1, 64, windows=[8, 8])
-    with pytest.raises(ShapeError, match=r"basis of layer 0 is for \[1, 512\]"):
-        make_cache(bases=[random_basis(512)] * 2)
-    with pytest.raises(ConfigError, match="1 bases for 2 layers"):
-        make_cache(bases=[random_basis()])
+@pytest.mark.parametrize(
+    ("heads", "latents", "sizes"),
+    [(KVCache, LatentKVCache, (1, 64)), (PagedKVCache, LatentPagedKVCache, (4,))],
+    ids=["contiguous", "paged"],
+)
+def test_bases_and_plans_that_do_not_fit_are_refused(heads: Any, latents: Any, sizes: Any) -> None:
+    other, plan = example_plan(), latent_plan()
     fed = Basis(torch.zeros(1, 256), feedback=torch.eye(256)[None])
-    with pytest.raises(UnsupportedError, match="basis of layer 0 rounds with feedback"):
-        make_cache(bases=[LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2)
+    feeding = [LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2
+    wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (heads, plan, {}, "ConfigError: plan is of latent rows, and this cache has keys"),
+        (heads, plan, {}, "ConfigError: use LatentKVCache.from_plan or LatentPagedKVCache.from"),
+        (latents, other, {}, "ConfigError: plan is of keys and values of heads, and this"),
+        (latents, other, {}, "ConfigError: use KVCache.from_plan or PagedKVCache.from_plan"),
+        (latents, plan, {"fmt": "int8", "latent_dim": 512}, "ConfigError: fmt, latent_dim with a"),
+        (latents, plan, {"windows": [8, 8]}, "ConfigError: latent rows have no windows"),
+        (heads, None, {"bases": other.layers * 2}, "ConfigError: 6 bases for 2 layers"),
+        (heads, None, {"bases": 3}, "ConfigError: bases is 3: give a LayerBasis for each layer"),
+        (latents, None, {"bases": [random_basis(512)] * 2}, "ShapeError: basis of layer 0 is for"),
+        (latents, None, {"bases": [random_basis()]}, "ConfigError: 1 bases for 2 layers"),
+        (latents, None, {"bases": feeding}, "UnsupportedError: basis of layer 0 rounds"),
+    ]
+    for kind, chosen, options, text in wrong:
+        with refused(text):
+            if chosen is not None:
+                kind.from_plan(chosen, *sizes, **options)
+            elif kind is latents:
+                kind(2, *sizes, **DIMS, **options)
+            else:
+                kind(*(2, 1, 2, 64, 64) if kind is KVCache else (2, 2, 64, 4), **options)
 
 
 # On a GPU: what the same calls give on the CPU

@@ -94,7 +94,7 @@ def test_all_calls_do_what_they_do_on_one(
 
 @several
 def test_attention_and_steps(devices: list[str]) -> None:
-    k_basis, v_basis = (Basis(torch.randn(HEADS, DIM), kind) for kind in ("hadamard", "none"))
+    k_basis, v_basis = (Basis(torch.randn(HEADS, DIM)) for _ in "kv")
     spread, single = caches = make(devices, bases=[LayerBasis(k_basis, v_basis)] * 3)
     append(caches, 70, [70, 1, 33])
     # bfloat16 is rounded to three times there, 2.1e-3 each: rotated queries, what is in the basis,

@@ -19,14 +19,7 @@ from hypothesis.stateful import (
 )
 from slow_cases import mark_slow
 
-from kvquant import (
-    KVCache,
-    LatentFormat,
-    LatentKVCache,
-    RowFormat,
-    dequantize_rows,
-    quantize_rows,
-)
+from kvquant import KVCache, LatentFormat, LatentKVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ShapeError
 
 MAX = 17

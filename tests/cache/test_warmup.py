@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from example_plan import example_plan
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs
 from latent_plans import random_basis
 
 from kvquant import AttentionVariant, KVCache, LatentKVCache
@@ -23,14 +24,14 @@ from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import attention, mla, transform
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.variant import names_of
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 2048
 PLAIN: dict[str, Any] = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
 IDENTITY = Basis(torch.zeros(1, 64))  # of RoPE parts
-ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))
+TURNED = Basis(torch.zeros(1, 512), torch.eye(512)[None])  # of latents
+ROUNDED = Basis(torch.ones(HEADS, DIM), feedback=torch.zeros(HEADS, DIM, DIM))
 MAKERS = {
     "plain": partial(KVCache, **PLAIN),
     "formats": partial(KVCache, **PLAIN, k_format=["int8", "fp8"], v_format="int4"),
@@ -45,14 +46,7 @@ MAKERS = {
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
-    driver = install_for_caches(monkeypatch)
-    for module in (attention, mla):
-        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
-    for module in (transform, mla):
-        monkeypatch.setattr(
-            module, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
-        )
-    return driver
+    return install_for_steps(monkeypatch)
 
 
 def rows(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,23 +54,37 @@ def rows(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
+def told_and_launched(
+    make: Callable[..., Any], heads: int, cuda: FakeDriver, dtype: torch.dtype = torch.bfloat16
+) -> tuple[set[Any], Any]:
+    """Play a prompt, a step and one of three tokens in every layer: the specs, and the cache."""
+    counts: dict[str, Any] = {"prompts": (700,), "steps": (1, 3)}
+    calls = Calls(partial(make, device="meta"), dtype, heads, **counts)
+    told = {*kernels_of([calls], runtime.gpu_of(CPU))}
+    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
+    cache = make()
+    for layer, at in enumerate(cache.layers):
+        dims = at.k_format.head_dim, at.v_format.head_dim
+        for count in (700, 1, 3):
+            shape = BATCH, cache.num_kv_heads, count
+            k, v = (torch.zeros(*shape, n, dtype=dtype) for n in dims)
+            axes = (BATCH, heads) if count == 1 else (BATCH, count, heads)
+            q = [torch.zeros(*axes, n, dtype=dtype) for n in dims][: 1 + cache.latent]
+            if count == 700:
+                cache.append(layer, k, v)
+            else:
+                cache.step(layer, *q, k, v, sm_scale=1.0)
+    assert len(cuda.launched) >= 6 and {*loaded_specs()} == told
+    return told, cache
+
+
 @pytest.mark.extra("cuda")
 @pytest.mark.parametrize("ratio", [4, 16])
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> None:
-    make, gpu, dtype = MAKERS[name], runtime.gpu_of(CPU), torch.bfloat16
-    if name == "fp16":
-        dtype = torch.float16
-    make = partial(make, batch=BATCH, max_seq_len=MAX)
-    counts: dict[str, Any] = {"prompts": (700,), "steps": (1, 3)}
-    told = kernels_of([Calls(partial(make, device="meta"), dtype, ratio * HEADS, **counts)], gpu)
-    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
-    cache = make()
-    for layer in range(cache.num_layers):
-        cache.append(layer, *rows(700, dtype))
-        cache.step(layer, torch.zeros(BATCH, ratio * HEADS, DIM, dtype=dtype), *rows(1, dtype))
-        cache.step(layer, torch.zeros(BATCH, 3, ratio * HEADS, DIM, dtype=dtype), *rows(3, dtype))
-    assert len(cuda.launched) >= 6 and {*loaded_specs()} == {*told}
+    dtype = torch.float16 if name == "fp16" else torch.bfloat16
+    make = partial(MAKERS[name], batch=BATCH, max_seq_len=MAX)
+    told_and_launched(make, ratio * HEADS, cuda, dtype)
 
 
 @pytest.mark.extra("cuda")
@@ -105,23 +113,13 @@ def test_steps_with_a_variant_are_told(variant: AttentionVariant, cuda: FakeDriv
     assert decode.variant == names_of(variant)
 
 
-def latents(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = (torch.zeros(BATCH, 1, count, dim, dtype=torch.bfloat16) for dim in (512, 64))
-    return k, v
-
-
-def absorbed(*axes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    q_latent, q_rope = (torch.zeros(BATCH, *axes, n, dtype=torch.bfloat16) for n in (512, 64))
-    return q_latent, q_rope
-
-
 LATENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed": {"recent_len": 0, "sink_len": 0},
     "fp8": {"fmt": "fp8"},
     "fp8 bases": {"fmt": "fp8", "bases": [random_basis(512, 64)] * 2},
     "bases": {"bases": [random_basis(512, 64)] * 2},
-    "one basis": {"bases": [LayerBasis(Basis(torch.zeros(1, 512), "hadamard"), IDENTITY)] * 2},
+    "one basis": {"bases": [LayerBasis(TURNED, IDENTITY)] * 2},
 }
 
 
@@ -132,16 +130,7 @@ def test_what_a_cache_of_latents_launches_was_told(
     heads: int, room: int, options: dict[str, Any], cuda: FakeDriver
 ) -> None:
     make = partial(LatentKVCache, 2, BATCH, room, **options)
-    counts: dict[str, Any] = {"prompts": (700,), "steps": (1, 3)}
-    calls = Calls(partial(make, device="meta"), torch.bfloat16, heads, **counts)
-    told = kernels_of([calls], runtime.gpu_of(CPU))
-    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
-    cache = make()
-    for layer in range(2):
-        cache.append(layer, *latents(700))
-        cache.step(layer, *absorbed(heads), *latents(1), sm_scale=1.0)
-        cache.step(layer, *absorbed(3, heads), *latents(3), sm_scale=1.0)
-    assert {*loaded_specs()} == {*told}
+    told, cache = told_and_launched(make, heads, cuda)
     assert any(isinstance(spec, WideMlaSpec) for spec in told) == (room > MAX)
 
     def make_varied() -> LatentKVCache:
@@ -149,7 +138,8 @@ def test_what_a_cache_of_latents_launches_was_told(
         made.step_variant = AttentionVariant(soft_cap=3.0)  # which a step of latents refuses
         return made
 
-    varied = kernels_of([Calls(make_varied, torch.bfloat16, heads, **counts)], runtime.gpu_of(CPU))
+    calls = Calls(make_varied, torch.bfloat16, heads, prompts=(700,), steps=(1, 3))
+    varied = kernels_of([calls], runtime.gpu_of(CPU))
     attending = {spec for spec in told if isinstance(spec, (MlaSpec, WideMlaSpec))}
     assert attending and attending <= {*varied}
     guessed = kernels_of([Calls(partial(make, device="meta"), torch.bfloat16)], runtime.gpu_of(CPU))

@@ -249,29 +249,6 @@ def test_other_programs_get_no_part_of_a_sequence(tmp_path: Path) -> None:
         export_cache(cache, tmp_path / "a.safetensors", "bf16")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
-def test_compiled_steps_are_the_same() -> None:
-    cache, other = make(), make()
-    q = torch.randn(BATCH, 2 * HEADS, DIM)
-
-    def step(one: KVCache, k: torch.Tensor, v: torch.Tensor) -> list[Any]:
-        found = []
-        for index in range(2):
-            one.append(index, k, v)
-            found.append(one.attend(index, q))
-        return found
-
-    compiled = torch.compile(lambda k, v: step(cache, k, v), fullgraph=True, backend="aot_eager")
-    for _ in range(8):
-        k, v = tokens(5)
-        for got, expected in zip(compiled(k, v), step(other, k, v), strict=True):
-            assert torch.equal(got, expected)
-    cache.check()
-    for got, expected in zip(cache.layers, other.layers, strict=True):
-        for name, tensor in got.tensors().items():
-            assert torch.equal(tensor, expected.tensors()[name]), name
-
-
 @pytest.mark.gpu
 def test_a_ring_is_read_on_a_gpu() -> None:
     cache, other = make(device="cuda"), make()

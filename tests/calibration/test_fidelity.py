@@ -31,16 +31,6 @@ from kvquant.kernels.cuda.runtime.warmup import kernels_of
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def model() -> CachedModel:
-    return CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m")
-
-
-@pytest.fixture(scope="module")
-def text(model: CachedModel) -> list[int]:
-    return model.encode((EXAMPLES / "unseen.txt").read_text(encoding="utf-8"))
-
-
 def test_comparison_is_kl_agreement_and_likelihood() -> None:
     p = torch.tensor([[[0.5, 0.5, 0.0001]], [[0.2, 0.7, 0.1]]]).log()
     q = torch.tensor([[[0.25, 0.75, 0.0001]], [[0.2, 0.7, 0.1]]]).log()
@@ -104,18 +94,8 @@ def test_bits_are_those_of_the_elements_that_a_cache_keeps(
     windows: list[int | None] | None,
 ) -> None:
     def make(fmt: str) -> KVCache:
-        return KVCache(
-            2,
-            1,
-            1,
-            128,
-            8192,
-            k_format=fmt,
-            v_format=fmt,
-            sink_len=0,
-            recent_len=0,
-            windows=windows,
-        )
+        lens: dict[str, Any] = {"sink_len": 0, "recent_len": 0}
+        return KVCache(2, 1, 1, 128, 8192, k_format=fmt, v_format=fmt, windows=windows, **lens)
 
     exact = make("bf16")
     found = [stored_bits(make(fmt), exact) for fmt in ("bf16", "int8", "int4-g4", "int4")]

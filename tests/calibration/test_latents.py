@@ -241,36 +241,30 @@ def test_what_is_not_possible_is_refused_before_all_work(
     model: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CachedModel, "observe", lambda *_: pytest.fail("it was observed"))
-    for goal, message in (
-        (Goal(format="fp8"), "fp8 is FlashMLA's layout, of 512 latents"),
-        (Goal(budget=4.0), r"a budget of 4.0 bits is below 5\.78"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            calibrate(model, tokens(), sizes=SIZES, goal=goal)
-    with pytest.raises(ConfigError, match="nothing is chosen: calibrate fp8-g4"):
-        calibrate(deepseek(**WIDE), tokens(), sizes=SIZES, goal=Goal(format="fp8"))
+    llama = CachedModel.from_pretrained(Path(__file__).parents[2] / "examples" / "llama-demo-5m")
+    biased, other = deepseek(), deepseek()
+    for layer in biased.model.model.layers:
+        layer.self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(352))
+    attention = other.model.model.layers[1].self_attn
+    attention.o_proj = Wrapped(attention.o_proj.weight)
+    refused: list[tuple[CachedModel, Goal | None, str]] = [
+        (model, Goal(format="fp8"), "fp8 is FlashMLA's layout, of 512 latents"),
+        (model, Goal(budget=4.0), r"a budget of 4.0 bits is below 5\.78"),
+        (deepseek(**WIDE), Goal(format="fp8"), "nothing is chosen: calibrate fp8-g4"),
+        (llama, Goal(format="int4-g8+int8"), r"format int4-g8\+int8 is of latent rows, and this"),
+        (biased, None, "weight cannot be absorbed"),
+        (other, None, r"layer 1 \(Deep\w+\) has no torch.nn.Linear"),
+    ]
+    for given, goal, message in refused:
+        error = UnsupportedModelError if goal is None else ConfigError
+        with pytest.raises(error, match=message):
+            calibrate(given, tokens(), sizes=SIZES, goal=goal)
     usual = CachedModel.new_cache
 
     def on_cuda(self: CachedModel, *args: Any, fmt: str = "int8-g4", **options: Any) -> Any:
         check_kernels([LatentFormat.parse(fmt, 256, 32)])
         return usual(self, *args, fmt=fmt, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(CachedModel, "new_cache", on_cuda)
-        with pytest.raises(UnsupportedError, match="int4"):
-            calibrate(model, tokens(), sizes=SIZES, goal=Goal(format="int4"))
-    llama = CachedModel.from_pretrained(Path(__file__).parents[2] / "examples" / "llama-demo-5m")
-    with pytest.raises(
-        ConfigError, match=r"format int4-g8\+int8 is of latent rows, and this model"
-    ):
-        calibrate(llama, tokens(), sizes=SIZES, goal=Goal(format="int4-g8+int8"))
-    biased = deepseek()
-    for layer in biased.model.model.layers:
-        layer.self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(352))
-    with pytest.raises(UnsupportedModelError, match="weight cannot be absorbed"):
-        calibrate(biased, tokens(), sizes=SIZES)
-    other = deepseek()
-    attention = other.model.model.layers[1].self_attn
-    attention.o_proj = Wrapped(attention.o_proj.weight)
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 \(Deep\w+\) has no torch.nn.Linear"):
-        calibrate(other, tokens(), sizes=SIZES)
+    monkeypatch.setattr(CachedModel, "new_cache", on_cuda)
+    with pytest.raises(UnsupportedError, match="int4"):
+        calibrate(model, tokens(), sizes=SIZES, goal=Goal(format="int4"))

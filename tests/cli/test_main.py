@@ -67,11 +67,6 @@ def test_help_has_an_example(command: list[str]) -> None:
     assert ok(*command, "-h") == text
 
 
-def test_the_commands_are_those_of_the_readme() -> None:
-    assert {"quantize", "export", "inspect", "calibrate", "demo"} <= set(cli.main.commands)
-    assert __version__ in ok("--version")
-
-
 @needs_hf
 def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
     tmp_path: Path, prompt: Path
@@ -145,16 +140,18 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
 
 
 @pytest.mark.parametrize(
-    "option, begun, before",
+    ("words", "before"),
     [
-        ("--format", "int8-g", ""),
-        ("--format", "int4-g8+int8-g", "int4-g8+"),
-        ("--k-format", "int8-g", ""),
+        ("quantize --format", ""),
+        ("quantize --format", "int4-g8+"),
+        ("quantize --k-format", ""),
+        ("warmup --format", "int8/"),
+        ("warmup --format", "int4-g8+"),
     ],
 )
-def test_formats_are_completed(option: str, begun: str, before: str) -> None:
+def test_formats_are_completed(words: str, before: str) -> None:
     shell = ShellComplete(cli.main, {}, "kvquant", "_KVQUANT_COMPLETE")
-    items = shell.get_completions(["quantize", option], begun)
+    items = shell.get_completions(words.split(), f"{before}int8-g")
     assert [item.value for item in items] == [f"{before}int8-g{groups}" for groups in (2, 4, 8)]
 
 
@@ -264,7 +261,6 @@ READ, TAKE = "quantize {model} --prompt {prompt}", "quantize --from {raw}"
 OUT = "-o {tmp}/x.safetensors"
 BAD = [  # the command, and the error
     ("nope", "No such command"),
-    ("inspect --nope", "No such option"),
     (READ, "Missing option '-o'"),
     ("inspect nope.safetensors", "File 'nope.safetensors' does not exist"),
     ("quantize {tmp}/nope --prompt {prompt} -o x.safetensors", "does not exist"),
@@ -273,14 +269,8 @@ BAD = [  # the command, and the error
     (f"{READ} --format int5 -o x.safetensors", "'int5' is not one of 'int2', 'int3', 'int4', "),
     (f"{READ} {OUT} --k-format q8_0", "'fp16'; the nearest here is 'int8'"),
     (f"{READ} {OUT} --format int4+int4+int4", "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT"),
-    (
-        f"{READ} {OUT} --format int4-g8+fp8-g4",
-        "--format int4-g8+fp8-g4 is of latent rows, and {model} has K and V: give one FORMAT",
-    ),
-    (
-        f"{TAKE} --format int4-g8+fp8-g4 {OUT}",
-        "--format int4-g8+fp8-g4 is of latent rows, and {raw} has K and V: give one FORMAT",
-    ),
+    (f"{READ} {OUT} --format int8+fp8", "int8+fp8 is of latent rows, and {model} has K and V"),
+    (f"{TAKE} {OUT} --format int8+fp8", "int8+fp8 is of latent rows, and {raw} has K and V: give"),
     (f"{READ} --plan {{raw}} --format fp8 {OUT}", "--plan says the formats"),
     (f"{TAKE} --format int4 --k-format int8 --v-format int8 {OUT}", "leave nothing to --format"),
     (f"{TAKE} --chunk 512 {OUT}", "--chunk is for MODEL"),
@@ -289,81 +279,46 @@ BAD = [  # the command, and the error
     (f"{READ} --plan {{raw}} --accept-loss {OUT}", "leave --from, formats and --accept-loss out"),
     (f"calibrate {{model}} --zero-data --device meta {OUT}", "no kernel serves device 'meta'"),
     (f"calibrate {{model}} --zero-data --device tpu {OUT}", "use 'cpu' or 'cuda'"),
-    (f"calibrate {{model}} --zero-data --device cuda {OUT}", "device 'cuda' cannot be used: "),
     ("evaluate {model} --cache int8 --device cuda:7", "device 'cuda:7' cannot be used: "),
     ("check {model} --device cuda:7", "device 'cuda:7' cannot be used: "),
     (f"calibrate {{model}} --zero-data --windows 2 {OUT}", "--windows needs a text to score"),
     (f"calibrate {{model}} --zero-data --sink-len 2 {OUT}", "--sink-len needs a text to score"),
-    (
-        f"calibrate {{model}} --zero-data --budget 4.2 --observed 256 --length 128 {OUT}",
-        "a budget of 4.2 bits asks for rows of 2 and 3 bits",
-    ),
+    (f"calibrate {{model}} --zero-data --budget 4.2 {OUT}", "asks for rows of 2 and 3 bits, which"),
     (f"calibrate {{model}} --text {{prompt}} --max-kl nan {OUT}", "nan is not a finite number"),
-    (f"calibrate {{model}} --text {{prompt}} --budget -1 {OUT}", "-1.0 is not in the range x>0"),
     (f"{TAKE} -o {{tmp}}/nope/x.safetensors", "is not a folder"),
     ("inspect ''", "File '' does not exist"),
-    (f"{TAKE} -o ''", "name it NAME.safetensors"),
+    (f"{TAKE} -o ''", "a file without a name cannot be written: name it NAME.safetensors"),
+    ("report {raw} -o {tmp}/x.pdf", "x.pdf cannot be written: name it NAME.html or NAME.htm"),
     ("inspect {prompt}", "is no safetensors file"),
     ("inspect {raw}", "raw.safetensors"),
-    (f"{TAKE} -o {{tmp}}/x", "name it NAME.safetensors"),
-    ("export {raw} --to zip -o x", "'zip' is not one of"),
-    (f"{TAKE} --sink-len x -o y", "'x'"),
     (f"calibrate {{tmp}}/folder --text {{prompt}} {OUT}", "it has no config.json"),
     (f"calibrate {{model}} --zero-data --max-kl 1 {OUT}", "--max-kl needs a text to score"),
-    (
-        f"calibrate {{model}} --text {{prompt}} --format int4 --budget 5 {OUT}",
-        "give a format, or --max-kl and --budget to have formats chosen",
-    ),
+    (f"calibrate {{model}} --format int4 --budget 5 {OUT}", "give a format, or --max-kl and --bud"),
     (f"calibrate {{model}} --text {{prompt}} {OUT}", "tokens are too few"),
     (f"{READ} --max-seq-len 9 {OUT}", "tokens, --max-seq-len is 9: use "),
     (f"{TAKE} --max-seq-len 5 {OUT}", "use max_seq_len (--max-seq-len) 20 or more"),
     (f"{TAKE} --max-seq-len 100000000000 -o {{tmp}}/x", "100000000000 is not in the range"),
-    (
-        f"{TAKE} --max-seq-len 2147483647 {OUT}",
-        "GiB, more than there is: use a smaller max_seq_len",
-    ),
-    (
-        f"{TAKE} -o {{tmp}}/./raw.safetensors",
-        "raw.safetensors is read: give another name to write to",
-    ),
+    (f"{TAKE} --max-seq-len 2147483647 {OUT}", "GiB, more than there is: use a smaller"),
+    (f"{TAKE} -o {{tmp}}/./raw.safetensors", "raw.safetensors is read: give another name to write"),
     ("export {raw} --to bf16 -o {raw}", "raw.safetensors is read: give another name to write to"),
     ("export {raw} --to bf16 -o {raw}.index.json", "name it NAME.safetensors"),
     ("calibrate {model} --text {raw} -o {raw}", "raw.safetensors is read"),
     ("calibrate {model} --text {prompt} --held {raw} -o {raw}", "raw.safetensors is read"),
     (f"{READ} --plan {{raw}} -o {{raw}}", "raw.safetensors is read"),
     ("export {prompt} --to bf16 --plan {raw} -o {raw}", "raw.safetensors is read"),
-    (
-        f"{READ} -o {{model}}/model.safetensors",
-        "model.safetensors is in {model}, which is read: write to another folder",
-    ),
-    (
-        "calibrate {model} --zero-data -o {model}/plan.safetensors",
-        "plan.safetensors is in {model}, which is read",
-    ),
+    (f"{READ} -o {{model}}/model.safetensors", "model.safetensors is in {model}, which is read"),
+    ("calibrate {model} --zero-data -o {model}/plan.safetensors", "plan.safetensors is in"),
     (f"{TAKE} -o {{model}}/model.safetensors", "holds a model, which is left as it is"),
     ("bench --json {model}/config.json", "holds a model, which is left as it is"),
-    (
-        "demo {model} --text {prompt} --json {tmp}/link.json",
-        "link.json is in {model}, which is read",
-    ),
+    ("demo {model} --text {prompt} --json {tmp}/link.json", "link.json is in {model}, which is"),
     ("demo --text {prompt} --json {prompt}", "name it NAME.json"),
     (f"{TAKE} -o {{tmp}}/full.safetensors", "full.safetensors cannot be written, it is a device"),
-    (
-        "bench --json {tmp}/pipe.json",
-        "pipe.json cannot be written, it is a device, a pipe or the like",
-    ),
-    (
-        f"{READ} -o {{tmp}}/loop.safetensors",
-        "loop.safetensors cannot be written: Too many levels of symbolic links",
-    ),
+    ("bench --json {tmp}/pipe.json", "pipe.json cannot be written, it is a device, a pipe or the"),
+    (f"{READ} -o {{tmp}}/loop.safetensors", "loop.safetensors cannot be written: Too many levels"),
     (f"calibrate {{model}} --zero-data --budget 2.2 {OUT}", "a budget of 2.2 bits is below 2.25"),
     (f"{TAKE} -o {{tmp}}/{{long}}.safetensors", "File name too long"),
-    (
-        f"quantize {{model}} --prompt /dev/zero {OUT}",
-        "/dev/zero has more than 1 MiB: give a part of it",
-    ),
+    (f"quantize {{model}} --prompt /dev/zero {OUT}", "/dev/zero has more than 1 MiB: give a part"),
     ("bench --seconds -1", "-1.0 is not in the range x>0"),
-    ("bench --seq-len 99999999999", "99999999999 is not in the range"),
     ("inspect {tmp}", "is a directory"),
     (f"quantize {{model}} --prompt {{empty}} {OUT}", "no text"),
     (f"quantize {{model}} --prompt {{binary}} {OUT}", "UTF-8"),
@@ -426,15 +381,10 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     assert (_contents(tmp_path), _contents(MODEL)) == before
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
-        RuntimeError("Storage size calculation overflowed with sizes=[9]"),
-    ],
-    ids=["python", "torch", "overflow"],
-)
+FAILED, OVERFLOW = "DefaultCPUAllocator: can't allocate memory", "size calculation overflowed with"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError(FAILED), RuntimeError(OVERFLOW)])
 def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvquant.bench import measure
     from kvquant.bench.timer import Timer
@@ -451,24 +401,6 @@ def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1 / 0)
     assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
-
-
-def test_a_bench_of_k_and_v_of_unlike_formats(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from kvquant.bench.timer import Timer
-
-    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 1.0)
-    monkeypatch.setattr(Timer, "alone_each", lambda timer, calls: [1000.0 for _ in calls])
-    path = tmp_path / "x.json"
-    given = ("--format", "int8/int4-g4", "--format", "int8", "--head-dim", 128, "--seq-len", 16)
-    ok("bench", "--device", "cpu", *given, "--json", path)
-    figures = json.loads(path.read_text())
-    assert figures["machine"]["read_gb_per_s"] == 1 and figures["machine"]["device"]
-    assert figures["machine"]["kvquant"] == __version__
-    assert [row["name"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
-    sizes = [row["gb_per_s"] * 1e6 for row in figures["decode"]]
-    assert sizes == pytest.approx([8 * 16 * (132 + 80), 8 * 16 * (132 + 132)])
 
 
 def test_python_runs_the_package_as_the_command() -> None:
@@ -492,12 +424,18 @@ def test_help_that_cannot_be_written_is_told(args: list[str]) -> None:
     assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
 
 
-def test_interrupts_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:
+def test_interrupts_are_no_tracebacks_and_bugs_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch, raw: Path
+) -> None:
+    command = "quantize", "--from", raw, "-o", raw.parent / "x.safetensors"
+    monkeypatch.setattr(cli, "_save", lambda *_: 1 / 0)
+    assert isinstance(run(*command).exception, ZeroDivisionError)
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_save", interrupt)
-    result = run("quantize", "--from", raw, "-o", raw.parent / "x.safetensors")
+    result = run(*command)
     assert result.exit_code == 130
     assert result.stderr.strip() == "Aborted."
 
@@ -592,12 +530,3 @@ def test_figures_are_kept_where_nobody_reads_the_table(
     assert result.exit_code == 2
     assert result.stdout == "the table\n" and "No space left on device" in result.stderr
     assert json.loads(path.read_text()) == {"kl": None, "ms": 1.5}
-
-
-def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(cli, "_save", fail)
-    result = run("quantize", "--from", raw, "-o", raw.parent / "x.safetensors")
-    assert isinstance(result.exception, ZeroDivisionError)

@@ -38,7 +38,7 @@ IN_BASIS = 1.5
 def bases() -> LayerBasis:
     matrix = torch.eye(DIM) + 0.05 * torch.randn(HEADS, DIM, DIM)
     offset = 3 * torch.arange(DIM).cos().expand(HEADS, DIM)
-    return LayerBasis(Basis(offset, "hadamard"), Basis(torch.zeros(HEADS, DIM), "matrix", matrix))
+    return LayerBasis(Basis(offset), Basis(torch.zeros(HEADS, DIM), matrix))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -36,8 +36,8 @@ from kvquant.rows.basis import LayerBasis
 
 pytestmark = pytest.mark.extra("cuda")
 HEADS, Q_HEADS, DIM, PAGE, LONGEST = 2, 8, 128, 32, 4096
-MATRIX = Basis(torch.ones(HEADS, DIM), "matrix", torch.eye(DIM).expand(HEADS, DIM, DIM))
-ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))
+MATRIX = Basis(torch.ones(HEADS, DIM), torch.eye(DIM).expand(HEADS, DIM, DIM))
+ROUNDED = Basis(torch.ones(HEADS, DIM), feedback=torch.zeros(HEADS, DIM, DIM))
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "basis": {"basis": LayerBasis(MATRIX, MATRIX)},

@@ -15,24 +15,16 @@ from tiny_models import tiny_model
 
 from kvquant import ConfigError, KVCache, RowFormat
 from kvquant.calibration.fidelity import Reference
-from kvquant.calibration.verdict import CLOSE, RUIN, SAFE_WORD, SMALL
+from kvquant.calibration.verdict import CLOSE, SAFE_WORD, SMALL
 from kvquant.calibration.windows import spread
 from kvquant.cli.main import main
 from kvquant.evaluation.caches import parse_cache
-from kvquant.evaluation.check import (
-    ENOUGH,
-    best,
-    check,
-    check_size,
-    parse_memory,
-    render,
-    verdict,
-)
+from kvquant.evaluation.check import ENOUGH, best, check, check_size, parse_memory, render, verdict
 from kvquant.evaluation.evaluate import HELD_OUT
 from kvquant.hf.hybrid import load_decoder
 from kvquant.hf.model import CachedModel
 from kvquant.hf.models.configs import cache_layers
-from kvquant.io.plan_store import RUINED, SAFE
+from kvquant.io.plan_store import SAFE
 from kvquant.rows.defaults import RECENT, SINKS, default_format
 
 MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
@@ -92,23 +84,8 @@ def test_size_only_is_the_same_without_weights(found: dict[str, Any]) -> None:
     assert "window" not in alone["rows"][0] and "KL" not in render(alone)
 
 
-@pytest.mark.parametrize(
-    ("kl", "error", "expected"),
-    [
-        (SAFE / 2, SAFE / 10, SAFE_WORD),
-        (SAFE / 2, SAFE, CLOSE),
-        (SAFE, 0.0, SAFE_WORD),
-        (2 * SAFE, SAFE / 10, SMALL),
-        (RUINED, 0.0, RUIN),
-        (RUINED - SAFE / 10, SAFE, CLOSE),
-        (RUINED + 3 * SAFE, SAFE, RUIN),
-        (float("nan"), 0.0, RUIN),
-        (SAFE / 2, None, CLOSE),
-    ],
-)
-def test_verdicts_leave_room_for_the_error(kl: float, error: float | None, expected: str) -> None:
-    assert verdict(kl, error, ENOUGH) == expected
-    assert verdict(kl, error, ENOUGH - 1) == CLOSE
+def test_few_passages_have_no_verdict() -> None:
+    assert [verdict(SAFE / 2, SAFE / 10, ENOUGH - few) for few in (0, 1)] == [SAFE_WORD, CLOSE]
 
 
 def test_the_best_is_the_smallest_that_is_safe() -> None:
@@ -198,8 +175,7 @@ def test_too_little_text_is_refused_before_work(model: CachedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29)],
+    ("text", "expected"), [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29)]
 )
 def test_memory(text: str, expected: int) -> None:
     assert parse_memory(text) == expected

@@ -14,13 +14,7 @@ from kvquant.calibration.fidelity import Scheme, predict
 from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Caches, Reading, ask_all, score
 from kvquant.evaluation.evaluate import HELD_OUT
-from kvquant.evaluation.generation import (
-    Sampling,
-    answer_of,
-    ended,
-    first_divergence,
-    free_run,
-)
+from kvquant.evaluation.generation import Sampling, answer_of, ended, first_divergence, free_run
 from kvquant.evaluation.generation import summary as texts_agree
 from kvquant.evaluation.prompts import Asked, Prompt
 from kvquant.hf.hybrid import HybridModel
@@ -219,15 +213,9 @@ def test_samples_of_all_caches_use_the_same_numbers() -> None:
     assert part == first[0][2:] != other
 
 
-def test_where_texts_part() -> None:
+def test_texts_part_and_end_and_answers_are_found_by_a_pattern() -> None:
     assert first_divergence([1, 2], [1, 2]) is None and first_divergence([1, 2], [3, 2]) == 0
-
-
-def test_texts_end_at_the_first_end() -> None:
     assert ended([5, 2, 7, 8], [2, 3]) == [5, 2, 2, 2] and ended([5, 6], [2]) == [5, 6]
-
-
-def test_answers_are_found_by_a_pattern() -> None:
     assert answer_of("so 3 and 4, thus 1,234.5.", r"[-+]?[\d.,]*\d") == "1,234.5"
     assert answer_of("#### 17 done", r"#### (\d+)") == "17" and answer_of("none", r"\d") == ""
     with pytest.raises(ConfigError, match="no regular expression"):

@@ -31,11 +31,6 @@ TASK = Task(ALL, retrieval=("keys", "copy"))
 
 
 @pytest.fixture(scope="module")
-def model() -> CachedModel:
-    return CachedModel.from_pretrained(MODEL)
-
-
-@pytest.fixture(scope="module")
 def found(model: CachedModel) -> dict[str, Any]:
     return evaluate(model, CACHES, task=TASK, sizes=SIZES)
 
@@ -49,6 +44,10 @@ def test_a_copy_in_16_bit_loses_nothing(found: dict[str, Any]) -> None:
     assert agreement["share"] == 1 and 0.3 < agreement["error"] < 0.4  # of two texts
     for task in found["retrieval"]["160"].values():
         assert task["caches"][0]["lost"] == task["caches"][0]["won"] == 0
+        assert task["least_distance"] >= 16  # beyond the window
+    assert set(found["seconds"]) == {"kl", "generation", "keys", "copy"}
+    assert all(len(each) == 4 and min(each) > 0 for each in found["seconds"].values())
+    assert list(found)[-1] == "seconds"
 
 
 def test_fewer_bits_cost_more(found: dict[str, Any]) -> None:
@@ -81,8 +80,14 @@ def test_a_short_text_is_told(model: CachedModel, room: int, told: str) -> None:
     assert shown.count(room_for) == 3  # greedy and sampled texts, too
 
 
-def test_what_is_asked_for_lies_beyond_the_window(found: dict[str, Any]) -> None:
-    assert all(task["least_distance"] >= 16 for task in found["retrieval"]["160"].values())
+def phonebook(
+    model: CachedModel, caches: list[str], sizes: Sizes
+) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """An evaluation of this task, its results of 640 tokens, and what its progress was told."""
+    task, told = Task(("retrieval",), retrieval=("phonebook",)), list[int]()
+    options: dict[str, Any] = {"progress": lambda _, parts: told.append(parts)}
+    found = evaluate(model, caches, task=task, sizes=sizes, **options)
+    return found, found["retrieval"]["640"]["phonebook"], told
 
 
 @pytest.mark.parametrize(
@@ -113,14 +118,8 @@ def test_a_task_takes_the_most_facts_that_16_bit_answers(
         return iter([right] * (1 + len(choices)))
 
     monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
-    task, told = Task(("retrieval",), retrieval=("phonebook",)), list[int]()
-    found = evaluate(
-        model,
-        ["int8,recent=0"],
-        task=task,
-        sizes=Sizes((640,), 3, facts=(16, 4, 64, 8)),  # 64 do not fit
-        progress=lambda _, parts: told.append(parts),
-    )["retrieval"]["640"]["phonebook"]
+    sizes = Sizes((640,), 3, facts=(16, 4, 64, 8))  # 64 do not fit
+    _, found, told = phonebook(model, ["int8,recent=0"], sizes)
     assert found["facts"] == facts and found["fails"] == (not answered)
     assert asked == [*((one, 0) for one in tried), *[(facts, 1)] * (2 if answered else 0)]
     assert len(told) == told[0] == 3 + 2 * 2  # three trials, two batches of two caches
@@ -132,7 +131,7 @@ def test_all_questions_decide_where_no_trial_was_passed(
 ) -> None:
     """With the fewest facts: two prompts may be harder than the others. No cache is asked a task
     that the 16-bit cache fails."""
-    asked, told = list[int](), list[int]()
+    asked: list[int] = []
 
     def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
         """Two prompts of the trial, one of which is wrong; then of eight: 7 of 10 or 8 of 10."""
@@ -143,14 +142,8 @@ def test_all_questions_decide_where_no_trial_was_passed(
         return iter([right] * (1 + len(choices)))
 
     monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
-    found = evaluate(
-        model,
-        ["int8,recent=0", "int8,recent=16"],
-        task=Task(("retrieval",), retrieval=("phonebook",)),
-        sizes=Sizes((640,), facts=(4, 8)),
-        progress=lambda _, parts: told.append(parts),
-    )
-    row = found["retrieval"]["640"]["phonebook"]
+    caches = ["int8,recent=0", "int8,recent=16"]
+    found, row, told = phonebook(model, caches, Sizes((640,), facts=(0, 4)))
     share_of_all = (1 + share) / 10
     assert (share_of_all < 0.8) == fails
     assert (row["facts"], row["fails"]) == (4, fails)
@@ -162,32 +155,6 @@ def test_all_questions_decide_where_no_trial_was_passed(
     shown = " ".join(render(found).split())
     assert ("so no other cache was asked." in shown) == fails
     assert shown.count("not asked") == (2 if fails else 0)
-
-
-@pytest.mark.parametrize("facts", [(4, 0), (4, 8, 16, 0)])
-@pytest.mark.parametrize("can", [False, True])
-def test_progress_ends_at_its_end(
-    model: CachedModel, facts: tuple[int, ...], can: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many trials the search for the number of facts needs; none is larger than a batch."""
-    sizes, told = Sizes((640,), 2, facts=facts, batch=1), list[int]()
-
-    def ask(_: Any, prompts: Any, choices: Any, __: Any) -> Any:
-        (one,) = prompts
-        return iter([[[can] * len(one.asked)]] * (1 + len(choices)))
-
-    monkeypatch.setattr("kvquant.evaluation.evaluate.ask_all", ask)
-    task = Task(("retrieval",), retrieval=("keys", "frequent"))
-    found = evaluate(
-        model,
-        ["int8,recent=0"],
-        task=task,
-        sizes=sizes,
-        progress=lambda _, parts: told.append(parts),
-    )["retrieval"]["640"]
-    assert {*told} == {len(told)}
-    assert found["frequent"]["facts"] > 16, "words of a text would count, too"
-    assert (found["keys"]["facts"] > 16) == can
 
 
 def test_prompts_in_the_window_are_told(model: CachedModel) -> None:
@@ -256,29 +223,8 @@ def test_the_largest_seed_samples(model: CachedModel) -> None:
     evaluate(model, ["int8"], task=Task(kinds=("generation",)), sizes=sizes)
 
 
-def test_a_run_of_other_prompts_begins_anew(
-    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after another tokenizer or chat template: results of other prompts are not taken."""
-    task, state = Task(kinds=("retrieval",), retrieval=("keys",)), tmp_path / "state"
-    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
-    calls = counted(model, monkeypatch)
-    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
-    assert not calls
-    monkeypatch.setitem(TASKS, "keys", TASKS["phonebook"])
-    evaluate(model, CACHES[:1], task=task, sizes=SIZES, state=state)
-    assert calls
-
-
 def without_times(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "seconds"}
-
-
-def test_times_of_each_task_and_cache(found: dict[str, Any]) -> None:
-    assert set(found["seconds"]) == {"kl", "generation", "keys", "copy"}
-    for seconds in found["seconds"].values():
-        assert len(seconds) == len(found["caches"]) and min(seconds) > 0
-    assert list(found)[-1] == "seconds"
 
 
 def test_a_prompt_of_both_kinds_of_texts_is_read_once(
@@ -303,44 +249,32 @@ def test_a_folder_and_a_model_of_transformers_serve_too(model: CachedModel) -> N
         evaluate(model.model, ["int8"])
 
 
-def test_other_prompts_do_not_go_on(model: CachedModel, tmp_path: Path) -> None:
-    state, kind, few = tmp_path / "state", Task(kinds=("generation",)), Sizes(new_tokens=4)
-    found = [
-        evaluate(
-            model,
-            ["int8,sinks=0,recent=0"],
-            task=kind,
-            sizes=few,
-            examples=[Example(model.encode(text))],
-            state=state,
-        )
-        for text in ("The city of Manila", "In the 1860s the navy")
-    ]
-    kept = json.loads(state.read_text())["measured"]
-    assert found[0]["settings"] == found[1]["settings"] and len(kept) == 1
-    tokens = model.encode("In the 1860s the navy")
-    cache = model.new_cache(1, 64)
-    logits = model.prefill(cache, torch.tensor([tokens]))
-    assert kept["generation 0 0"]["results"][0][0] == model.generate(cache, logits, 4).tolist()
+CHANGES: dict[str, dict[str, Any]] = {  # of kl and generation of one prompt, without a text
+    "settings": {"sizes": Sizes((160,), 1, passages=1, scored=5, new_tokens=4)},
+    "text": {"text": HELD_OUT.read_text(encoding="utf-8")[9:]},
+    "prompts": {"examples": [Example([5, 6, 7])]},
+    "tasks": {},  # as after another tokenizer or chat template
+}
 
 
-def test_other_settings_do_not_go_on(
-    model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", CHANGES)
+def test_results_of_other_inputs_are_not_taken(
+    changed: str, model: CachedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = tmp_path / "state"
-    few = Sizes((160,), prompts=1, passages=1, scored=4)
-    kl, told = Task(kinds=("kl",)), list[str]()
-
-    def stop(what: str, _: int) -> None:
-        told.append(what)
-        if len(told) % 2 == 0:  # of both caches: kept now
-            raise KeyboardInterrupt
-
-    for sizes in (few, Sizes((160,), prompts=1, passages=1, scored=5)):
-        calls = counted(model, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(model, ["int8"], task=kl, sizes=sizes, state=state, progress=stop)
-        assert len(calls) == 1
+    kinds = ("kl", "generation", *["retrieval"] * (changed == "tasks"))
+    options: dict[str, Any] = {
+        "task": Task(kinds, retrieval=("keys",)),
+        "state": tmp_path / "state",
+    }
+    options |= {"sizes": Sizes((160,), 1, 1, (0,), passages=1, scored=4, new_tokens=4)}
+    options["examples"] = [Example([5, 6, 8])]
+    evaluate(model, CACHES[:1], **options)
+    calls = counted(model, monkeypatch)
+    evaluate(model, CACHES[:1], **options)
+    assert not calls
+    monkeypatch.setitem(TASKS, "keys", TASKS["keys" if changed != "tasks" else "phonebook"])
+    evaluate(model, CACHES[:1], **options | CHANGES[changed])
+    assert calls
 
 
 def counted(model: CachedModel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -443,10 +377,7 @@ def test_a_question_beyond_the_positions_is_refused(
         (lambda: Sizes(prompts=0), "prompts has 0"),
         (lambda: Sizes(facts=()), r"facts has no number: give \(0,\)"),
         (lambda: Sizes(facts=(4, -1)), "facts has -1: use whole numbers from 0 on"),
-        (
-            lambda: Sizes(seed=-1),
-            "seed has -1: use whole numbers from 0 on and below 10995",
-        ),
+        (lambda: Sizes(seed=-1), "seed has -1: use whole numbers from 0 on and below 10995"),
         (lambda: Sizes(seed=2**40), "seed has 1099511627776: use whole numbers from 0 on and bel"),
         (lambda: Sizes(seed=2**44), "seed has 17592186044416"),
     ],

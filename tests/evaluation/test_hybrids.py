@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 pytest.importorskip("transformers")
 import transformers
@@ -14,7 +12,6 @@ from families import CHANGES
 from hf_cases import random_module
 
 from kvquant.cli.demo import MODEL
-from kvquant.cli.main import main
 from kvquant.evaluation.decoding import Reading
 from kvquant.evaluation.evaluate import Sizes, Task, evaluate
 from kvquant.evaluation.report import render
@@ -90,24 +87,3 @@ def test_prompts_from_rows_have_states_of_their_own() -> None:
     found = evaluate(model, CACHES, task=kl, sizes=SIZES, reading=read)
     exact, _, int4 = found["kl"]["160"]
     assert exact["kl"] == 0 < int4["kl"]
-
-
-def test_the_command_takes_a_hybrid(tmp_path: Path) -> None:
-    model = model_of("lfm2")
-    for part in (model.model, model.tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    arguments = [str(tmp_path / "model"), "--cache", "int8,recent=0", "--tasks", "kl"]
-    sizes = ["--length", "40", "--samples", "1", "--scored", "2"]
-    done = CliRunner().invoke(main, ["evaluate", *arguments, *sizes])
-    assert done.exit_code == 0, done.output
-    assert "Layers 0, 2 of 4 are kept as transformers keeps layers" in done.output
-
-
-def test_the_command_refuses_what_has_no_cache(tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    for part in (random_module("mamba", {"vocab_size": len(tokenizer)}), tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    done = CliRunner().invoke(main, ["evaluate", str(tmp_path / "model"), "--cache", "int8"])
-    assert done.exit_code != 0
-    text = " ".join(done.output.split())
-    assert "no layer of this mamba model attends" in text and "Take a model of a family" in text

@@ -15,7 +15,7 @@ from hf_cases import random_module, tiny
 
 from kvquant import KVCache
 from kvquant.cache.layer import SPARE
-from kvquant.calibration.fidelity import Scheme
+from kvquant.calibration.fidelity import Scheme, options_of
 from kvquant.cli.demo import MODEL
 from kvquant.errors import ConfigError
 from kvquant.evaluation import evaluate as module
@@ -79,13 +79,9 @@ def ask(model: CachedModel, new_tokens: int, reading: Reading) -> None:
     list(ask_all(model, prompts, CHOICES, reading))
 
 
-def windowed() -> CachedModel:
-    return tiny("Mistral", sliding_window=16, max_position_embeddings=2048)
-
-
 MODELS: dict[str, Callable[[], CachedModel]] = {
     "whole": lambda: tiny("Llama"),
-    "windowed": windowed,
+    "windowed": lambda: tiny("Mistral", sliding_window=16, max_position_embeddings=2048),
     "hybrid": lambda: decoder_of(random_module("qwen3_next", CHANGES["qwen3_next"])),
 }
 FROM_ROWS = Reading(chunk=16, from_rows=True)
@@ -114,14 +110,7 @@ def test_two_caches_are_there_at_a_time(
     task(model, new_tokens, reading)
     size = LENGTH + new_tokens + (2 if task is ask else 0)
     exact, *others = (
-        model.new_cache(
-            1,
-            size,
-            k_format=one.k_format,
-            v_format=one.v_format,
-            sink_len=one.sink_len,
-            recent_len=one.recent_len,
-        ).nbytes
+        model.new_cache(1, size, **options_of(one, is_latent=False)).nbytes
         for one in (Scheme(model.exact_format, model.exact_format), *CHOICES)
     )
     assert live.most == 2

@@ -12,18 +12,9 @@ import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from peer_schemes import (
-    PeerCache,
-    codebook,
-    kivi,
-    kvarn,
-    oscar_rotations,
-    peers,
-    turboquant,
-)
+from peer_schemes import PeerCache, codebook, kivi, kvarn, oscar_rotations, peers, turboquant
 from tiny_models import tiny_model
 
-from kvquant.cli.demo import MODEL
 from kvquant.errors import ConfigError
 from kvquant.evaluation.decoding import Caches, Choice, Reading, check_simulated
 from kvquant.evaluation.evaluate import Sizes, Task, evaluate
@@ -45,14 +36,8 @@ BITS = {
 
 
 @pytest.fixture(scope="module")
-def model() -> CachedModel:
-    return CachedModel.from_pretrained(MODEL)
-
-
-@pytest.fixture(scope="module")
-def windows(model: CachedModel) -> torch.Tensor:
-    words = (Path(MODEL).parent / "unseen.txt").read_text(encoding="utf-8")
-    return torch.tensor(model.encode(words)[:384]).view(3, 128)
+def windows(text: list[int]) -> torch.Tensor:
+    return torch.tensor(text[:384]).view(3, 128)
 
 
 @pytest.fixture(scope="module")

@@ -101,13 +101,6 @@ def test_an_instruct_model_begins_its_answer_as_a_base_model(
     assert re.search(r"<assistant>The code of the", text), text
 
 
-def test_nothing_is_asked_of_the_16_bit_window(tokenizer: Any) -> None:
-    for task in TASKS:
-        made = writer(tokenizer, window=150, num_questions=99)
-        for seed in range(3):
-            assert min(one.distance for one in made.write(task, str(seed)).asked) >= 150
-
-
 def test_a_poor_estimate_of_the_lines_costs_few_tries(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,13 +29,8 @@ def answers(exact: float, *given: float) -> dict[str, Any]:
         return [[at < 10 * share for at in range(10)]] * 20
 
     pairs = [vars(paired(right(exact), right(one))) for one in given]
-    return {
-        "exact": exact,
-        "fails": exact < 0.5,
-        "least_distance": 100,
-        "facts": 9,
-        "caches": pairs,
-    }
+    facts = {"exact": exact, "fails": exact < 0.5, "least_distance": 100, "facts": 9}
+    return {**facts, "caches": pairs}
 
 
 def texts(*parted: int | None) -> dict[str, Any]:
@@ -44,38 +39,20 @@ def texts(*parted: int | None) -> dict[str, Any]:
 
 
 def kl(mean: float) -> dict[str, Any]:
-    return {
-        "kl": mean,
-        "kl_error": None,
-        "kl_tail": 20 * mean,
-        "top1": 0.9,
-        "top1_error": 0.01,
-        "by_position": [mean] * 4,
-        "tokens": 64,
-        "passages": 1,
-    }
+    found = {"kl": mean, "kl_error": None, "kl_tail": 20 * mean, "top1": 0.9, "top1_error": 0.01}
+    return {**found, "by_position": [mean] * 4, "tokens": 64, "passages": 1}
 
 
 def an_evaluation(**changes: Any) -> dict[str, Any]:
     costs = [
-        {
-            "cache": name,
-            "recent_len": recent,
-            "bits": 4.25,
-            "bytes_a_token": 512.0,
-            "tokens_per_gib": 7,
-        }
+        {"cache": name, "recent_len": recent, "bits": 4.25, "bytes_a_token": 512.0}
+        | {"tokens_per_gib": 7}
         for name, recent in zip(NAMES, (0, 0, 64), strict=True)
     ]
     runs = {"greedy": [texts(None, 3), texts(0, 40)], "sampled": [texts(None, None), texts(1, 2)]}
-    settings = {
-        "model": "llama",
-        "dtype": "torch.float32",
-        "text": "packaged",
-        "sizes": {"seed": 7, "lengths": [512, 2048]},
-        "task": {"chat": None},
-        "reading": {"chunk": None, "from_rows": False},
-    }
+    settings: dict[str, Any] = {"model": "llama", "dtype": "torch.float32", "text": "packaged"}
+    settings |= {"sizes": {"seed": 7, "lengths": [512, 2048]}, "task": {"chat": None}}
+    settings |= {"reading": {"chunk": None, "from_rows": False}}
     return {
         "settings": settings,
         "caches": costs,

@@ -1,6 +1,7 @@
 """Models run without gradients: tests of these ask for them by torch.enable_grad."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,3 +11,11 @@ import torch
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """A small LlamaForCausalLM that attends by "kvquant"."""
+    from hf_cases import by_kvquant, tiny
+
+    return by_kvquant(tiny("Llama").model)

@@ -15,7 +15,7 @@ import torch
 from kvquant.errors import UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, caching, random_module, tiny, tokens  # noqa: E402
+from hf_cases import FP16, caching, random_module, tokens  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.hybrid import HybridModel  # noqa: E402
@@ -33,21 +33,28 @@ class Kind(str, Enum):
     LORA = "LORA"
 
 
-class Adapted(torch.nn.Module):
-    """As PeftModelForCausalLM: the base model, and the config of the adapter that is active."""
+class Around(torch.nn.Module):
+    """A module around a model, with the model's attributes."""
 
-    def __init__(self, base: Any, kind: Kind) -> None:
+    def __init__(self, base: Any) -> None:
         super().__init__()
         self.base_model = base
-        is_prompt_learning = kind is not Kind.LORA
-        config = SimpleNamespace(peft_type=kind, is_prompt_learning=is_prompt_learning)
-        self.active_peft_config = config
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.base_model, name)
+
+
+class Adapted(Around):
+    """As PeftModelForCausalLM: the base model, and the config of the adapter that is active."""
+
+    def __init__(self, base: Any, kind: Kind) -> None:
+        super().__init__(base)
+        is_prompt_learning = kind is not Kind.LORA
+        config = SimpleNamespace(peft_type=kind, is_prompt_learning=is_prompt_learning)
+        self.active_peft_config = config
 
     def forward(self, input_ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
         return self.base_model(input_ids, **caching(cache), **given)
@@ -63,18 +70,8 @@ class Adapted(torch.nn.Module):
         return type(self.base_model).prepare_inputs_for_generation(self.base_model, *args, **kwargs)
 
 
-class Prefixed(torch.nn.Module):
+class Prefixed(Around):
     """A wrapper of one's own that puts columns in front, and does not say so."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base_model = base
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.base_model, name)
 
     def forward(self, input_ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
         given.pop("position_ids", None)
@@ -83,31 +80,29 @@ class Prefixed(torch.nn.Module):
         return self.base_model(inputs_embeds=states, **caching(cache), **given)
 
 
-def llama() -> Any:
-    return by_kvquant(tiny("Llama").model)
-
-
-def check_refused(adapted: Any, base: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", [Kind.PROMPT_TUNING, Kind.PREFIX_TUNING])
+def test_virtual_tokens_are_refused_by_name(kind: Kind, llama: Any) -> None:
     """By each door, and where the cache knows the base model only."""
-    told = rf"the active adapter of this \w+ is PEFT's {kind}, which puts virtual tokens"
+    adapted = Adapted(llama, kind)
+    told = rf"the active adapter of this \w+ is PEFT's {kind.value}, which puts virtual tokens"
     for dequantize in (False, True):
         with pytest.raises(UnsupportedModelError, match=told):
             QuantizedCache(adapted, dequantize=dequantize)
     for door in (CachedModel, HybridModel):
         with pytest.raises(UnsupportedModelError, match=told):
             door(adapted)
-    for source in (base, base.config):
+    for source in (llama, llama.config):
         past = QuantizedCache(source, **FP16)
         with pytest.raises(UnsupportedModelError, match=told):
             adapted.generate(input_ids=tokens(1, 6), **caching(past), **OPTIONS)
         assert past.get_seq_length() == 0
-    found = base.generate(tokens(1, 6), **caching(past), **OPTIONS)  # the base alone is served
+    found = llama.generate(tokens(1, 6), **caching(past), **OPTIONS)  # the base alone is served
     assert found.shape[1] == 10
 
 
-def check_served(adapted: Any) -> None:
+def test_adapters_of_weights_are_served(llama: Any) -> None:
     """By both classes, with the answer of transformers' own cache."""
-    ids = tokens(1, 6)
+    ids, adapted = tokens(1, 6), Adapted(llama, Kind.LORA)
     wanted = adapted.generate(input_ids=ids, **OPTIONS)
     past = QuantizedCache(adapted, **FP16)
     assert torch.equal(adapted.generate(input_ids=ids, **caching(past), **OPTIONS), wanted)
@@ -115,16 +110,6 @@ def check_served(adapted: Any) -> None:
     cache = served.new_cache(1, 16, **FP16)
     found = served.generate(cache, served.prefill(cache, ids), 4, eos_token_id=())
     assert torch.equal(found, wanted[:, 6:])
-
-
-@pytest.mark.parametrize("kind", [Kind.PROMPT_TUNING, Kind.PREFIX_TUNING])
-def test_virtual_tokens_are_refused_by_name(kind: Kind) -> None:
-    base = llama()
-    check_refused(Adapted(base, kind), base, kind.value)
-
-
-def test_adapters_of_weights_are_served() -> None:
-    check_served(Adapted(llama(), Kind.LORA))
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])

@@ -10,23 +10,24 @@ import pytest
 import torch
 
 from kvquant import KVCache, debug
-from kvquant.cache import contiguous
+from kvquant.cache import contiguous, latent
 from kvquant.cache import layer as layers
 from kvquant.errors import ConfigError, KVQuantError, ShapeError, UnsupportedError
-from kvquant.ops import attention
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
+    FAMILIES,
     FP16,
     GEMMA3N,
+    GREEDY,
+    LATENT_SIZES,
     SHAPE,
     SHARING,
     TOLERANCE,
-    WITH_LOGITS,
     RoundedCache,
-    assert_answers,
     by_kvquant,
     caching,
+    needs_latents,
     random_module,
     tiny,
     tokens,
@@ -35,8 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
-from kvquant.hf import masks  # noqa: E402
-from kvquant.hf import text as hf_text  # noqa: E402
+from kvquant.hf import handed, masks  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
@@ -46,21 +46,6 @@ BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 @pytest.fixture(scope="module", params=["Llama", "Qwen2"])
 def model(request: pytest.FixtureRequest) -> CachedModel:
     return tiny(request.param)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 32, 512], ids="chunk{}".format)
-def test_16_bit_rows_give_the_logits_of_a_dynamic_cache_of_16_bit(
-    model: CachedModel, chunk: int
-) -> None:
-    text, past = tokens(2, 50), RoundedCache()
-    cache = model.new_cache(2, 60, **FP16)
-    given = model.prefill(cache, text[:, :45], chunk=chunk)
-    expected = model.plain(text[:, :45], past)
-    torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
-    for column in text[:, 45:].unbind(1):
-        given, expected = model.step(cache, column), model.plain(column[:, None], past)
-        torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
-    assert cache.seq_lens.tolist() == [50, 50]
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])  # the last with windows
@@ -132,27 +117,6 @@ def test_positions_of_images_may_be_others_than_those_of_tokens() -> None:
     torch.testing.assert_close(found[:, -1], wanted[:, -1], atol=TOLERANCE, rtol=0)
 
 
-def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
-    cache = model.new_cache(2, 40, **FP16)
-    model.prefill(cache, tokens(2, 20))
-    view = QuantizedCache(cache, max_seq_len=40)
-    assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
-    before = cache.dequantized(1)[0]
-    view.crop(-5)
-    assert cache.seq_lens.tolist() == [15, 15]
-    view.crop(0)
-    with pytest.raises(ConfigError, match=r"crop\(15\) is not possible, as in transformers"):
-        view.crop(15)
-    assert cache.seq_lens.tolist() == [15, 15]
-    view.reorder_cache(torch.tensor([1, 1]))
-    assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
-    view.crop(-16)
-    assert cache.seq_lens.tolist() == [0, 0]
-    model.prefill(cache, tokens(2, 20))
-    view.reset()
-    assert view.get_seq_length() == 0
-
-
 def test_observers_see_keys_after_rotation_and_values(model: CachedModel) -> None:
     text, past, seen = tokens(2, 12), transformers.DynamicCache(), {}
     model.plain(text, past)
@@ -178,12 +142,6 @@ def test_observers_may_begin_at_later_positions(model: CachedModel) -> None:
         limit = 4 * most * torch.finfo(torch.float32).eps
         assert (scores[1] - scores[0]).norm() < limit * scores[0].norm()
         assert (v_far - v).norm() < limit * v.norm()
-
-
-def test_progress_adds_up_to_the_prompt(model: CachedModel) -> None:
-    done: list[int] = []
-    model.prefill(model.new_cache(1, 40), tokens(1, 33), chunk=16, progress=done.append)
-    assert done == [16, 16, 1]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -219,28 +177,44 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
-@pytest.mark.parametrize("chunk", [7, 64], ids="chunk{}".format)
-def test_sliding_windows_are_those_of_the_model(
+KINDS: dict[str, dict[str, Any]] = WINDOWED | {
+    "Llama": {},
+    "Gemma3nText": GEMMA3N,
+    "Gemma4Text": SHARING | {"global_head_dim": 64},
+    "Gemma4Text, unlike head_dim": SHARING | {"global_head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 7, 64], ids="chunk{}".format)
+def test_logits_are_those_of_a_dynamic_cache(
     kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Windows are those of the model; layers that share keys attend to the rows of their owner."""
     monkeypatch.setattr(layers, "SPARE", 8)  # so that rings close
-    model, text = tiny(kind, **WINDOWED[kind]), tokens(2, 54)
+    model, text = tiny(kind.split(",")[0], **KINDS[kind]), tokens(2, 54)
+    recent: dict[str, Any] = {"k_format": "int8-g4", "v_format": "int8-g4", "recent_len": 5}
     caches = [
         (TOLERANCE, model.new_cache(2, 90, **FP16)),
         (TOLERANCE, model.new_cache(2, 90, **FP16 | {"recent_len": 5})),
-        (0.05, model.new_cache(2, 90, k_format="int8-g4", v_format="int8-g4", recent_len=5)),
+        (0.05, model.new_cache(2, 90, **recent)),
     ]
     past = RoundedCache()
     expected = [model.plain(text[:, :42], past)]
     expected += [model.plain(column[:, None], past) for column in text[:, 42:].unbind(1)]
-    for tolerance, cache in caches:
-        assert 16 in cache.windows and cache.layers[1].max_seq_len == 90
-        assert model.windows() == {i: one for i, one in enumerate(cache.windows) if one}
-        given = [model.prefill(cache, text[:, :42], chunk=chunk)]
+    for tolerance, cache in caches[: 3 if kind in WINDOWED else 2]:
+        shared = model.windows().keys() - range(cache.num_layers)
+        assert model.windows() == dict.fromkeys(
+            [*(i for i, one in enumerate(cache.windows) if one), *shared], 16
+        )
+        assert cache.num_layers == 2 and bool(model.windows()) == (kind != "Llama")
+        done = list[int]()
+        given = [model.prefill(cache, text[:, :42], chunk=chunk, progress=done.append)]
+        assert sum(done) == 42 and max(done) == min(chunk, 42)
         given += [model.step(cache, column) for column in text[:, 42:].unbind(1)]
         for got, wanted in zip(given, expected, strict=True):
             torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
+        assert {tuple(at.seq_lens.tolist()) for at in cache.layers} == {(54, 54)}
 
 
 def test_a_cache_without_the_models_windows_is_refused() -> None:
@@ -256,26 +230,6 @@ def test_a_cache_without_the_models_windows_is_refused() -> None:
         UnsupportedError, match=r"layer 1 .* its layer of the cache to the last 8 tokens"
     ):
         tiny("Llama").prefill(narrow, text)
-
-
-def test_layers_that_share_keys_attend_to_the_rows_of_their_owner() -> None:
-    for kind, changes in (
-        ("Gemma3nText", GEMMA3N),
-        ("Gemma4Text", SHARING | {"global_head_dim": 64}),
-        ("Gemma4Text", SHARING | {"global_head_dim": 128}),  # head_dim differs by layer
-    ):
-        model, text, past = tiny(kind, **changes), tokens(2, 44), RoundedCache()
-        expected = [model.plain(text[:, :40], past)]
-        expected += [model.plain(column[:, None], past) for column in text[:, 40:].unbind(1)]
-        chunks = ((1, 0), (7, 5), (64, 5)) if kind == "Gemma3nText" else ((7, 5), (64, 5))
-        for chunk, recent in chunks:
-            cache = model.new_cache(2, 60, **FP16 | {"recent_len": recent})
-            assert cache.num_layers == 2 and cache.windows == [16, None]
-            given = [model.prefill(cache, text[:, :40], chunk=chunk)]
-            given += [model.step(cache, column) for column in text[:, 40:].unbind(1)]
-            for got, wanted in zip(given, expected, strict=True):
-                torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
-            assert [at.seq_lens.tolist() for at in cache.layers] == [[44, 44]] * 2
 
 
 def test_shared_keys_of_a_chunk_are_those_before_its_rows_were_packed() -> None:
@@ -348,11 +302,23 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"placed": True}, {"drafts": False}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", {}),
+        ("Llama", {"placed": True}),
+        ("Llama", {"drafts": False}),
+        pytest.param("DeepseekV3", {}, marks=needs_latents),
+    ],
+    ids=str,
+)
 def test_a_step_that_fails_behind_its_append_is_taken_back(
-    layer: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    layer: int, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = by_kvquant(tiny("Llama")), tokens(2, 20)
+    is_latent = kind == "DeepseekV3"
+    model, text = by_kvquant(tiny(kind, **LATENT_SIZES if is_latent else {})), tokens(2, 20)
+    home, name = (latent, "attend_latents") if is_latent else (contiguous, "attend")
+    attend = getattr(home, name)
     cache, wanted = (QuantizedCache(model.model, **options) for _ in range(2))
     model.model(text[:, :9], **caching(cache))
     model.model(text[:, :9], **caching(wanted))
@@ -362,10 +328,10 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
         calls.append(args)
         if len(calls) == layer + 1:
             raise MemoryError
-        return attention.attend(*args, **rest)
+        return attend(*args, **rest)
 
     for new in (1, 11):  # 11: drafted ones, or a chunk, which attends before it is appended
-        monkeypatch.setattr(contiguous, "attend", fail)
+        monkeypatch.setattr(home, name, fail)
         with pytest.raises(MemoryError):
             model.model(text[:, 9:10], **caching(cache))
         monkeypatch.undo()
@@ -414,41 +380,12 @@ def test_attention_that_is_not_ours_is_noticed_by_check_where_no_mask_is_made() 
     assert past.get_seq_length() == 9
 
 
-OPTIONS = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 999, "do_sample": False}
-DROP_IN: dict[str, tuple[int, int, dict[str, Any]]] = {  # prompts, sequences, options
-    "greedy": (2, 2, {}),
-    "sampling": (2, 2, {"do_sample": True}),
-    "beams": (2, 6, {"num_beams": 3}),
-    "several answers": (1, 3, {"do_sample": True, "num_return_sequences": 3}),
-    "prompt lookup": (1, 1, {"prompt_lookup_num_tokens": 3}),
-    "prompt in chunks": (2, 2, {"prefill_chunk_size": 7}),
-}
+OPTIONS = GREEDY | {"max_new_tokens": 12}
 
 
-GENERATING: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": 16},
-    "Gemma3nText": GEMMA3N,
-    "Gemma4Text": SHARING | {"global_head_dim": 64},  # layers that share take the last token only
-}
-
-
-@pytest.fixture(scope="module", params=GENERATING)
+@pytest.fixture(scope="module", params=FAMILIES)
 def generating(request: pytest.FixtureRequest) -> CachedModel:
-    return tiny(request.param, **GENERATING[request.param])
-
-
-@pytest.mark.parametrize("case", DROP_IN)
-def test_generate_chooses_tokens_by_the_logits_of_the_model(
-    generating: CachedModel, case: str
-) -> None:
-    (prompts, sequences, options), model = DROP_IN[case], generating.model
-    text = tokens(prompts, 8).repeat(1, 3)  # with something to look up
-    cache = QuantizedCache(generating.new_cache(sequences, 40, **FP16))
-    model.set_attn_implementation("kvquant")
-    found = model.generate(text, **caching(cache), **OPTIONS | options, **WITH_LOGITS)
-    model.set_attn_implementation("sdpa")
-    assert_answers(model, found)
+    return tiny(request.param, **FAMILIES[request.param])
 
 
 PACKED: dict[str, Any] = {"sink_len": 0, "recent_len": 0}
@@ -555,26 +492,6 @@ def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
         model(text[:, :3], **caching(past))
 
 
-def test_with_caches_of_transformers_kvquant_is_sdpa() -> None:
-    model, text, mask = tiny("Mistral", sliding_window=16).model, tokens(2, 24), torch.ones(2, 24)
-    mask[0, :5] = 0
-    places = torch.cat([torch.arange(10), torch.arange(14)])[None]  # two texts in one sequence
-    found = []
-    for name in ("sdpa", "kvquant"):
-        model.set_attn_implementation(name)
-        calls: list[dict[str, Any]] = [
-            caching(transformers.DynamicCache()),
-            caching(transformers.DynamicCache(config=model.config)),
-            {"cache_implementation": "static"},
-            {"use_cache": False},
-        ]
-        short = OPTIONS | {"max_new_tokens": 4}
-        found.append([model.generate(text, attention_mask=mask, **short | one) for one in calls])
-        found[-1].append(model(text[:1], position_ids=places).logits)
-    for got, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("trained", ["q_proj", "v_proj"])
 @torch.enable_grad()
 def test_backward_through_a_step_is_refused(trained: str) -> None:
@@ -636,32 +553,41 @@ def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> N
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:
-    handed = hf_text.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
+    mark = handed.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
     whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
-    handed.mask, handed.appended = whole, True
-    assert hf_attention._whole_mask(handed, whole[:, :, -3:], 3) is whole
+    mark.mask, mark.appended = whole, True
+    assert hf_attention._whole_mask(mark, whole[:, :, -3:], 3) is whole
     for part in (whole[:, :, :3], whole[:, :, -3:-1], whole[:, :, -3:].clone(), whole[..., :9]):
-        assert hf_attention._whole_mask(handed, part, part.shape[2]) is part
+        assert hf_attention._whole_mask(mark, part, part.shape[2]) is part
 
 
 CAPS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 0.5, "sliding_window": 12},
     "gpt_oss": {"sliding_window": 12},
+    "mistral": {"sliding_window": 12},  # by SDPA
 }
 
 
 @pytest.mark.parametrize("kind", CAPS)
-def test_caps_and_sink_logits_without_a_cache_are_those_of_eager_attention(kind: str) -> None:
+def test_without_our_cache_attention_is_that_of_transformers(kind: str) -> None:
     model, text = random_module(kind, CAPS[kind]), tokens(2, 20) % 97
     mask, short = torch.ones_like(text), OPTIONS | {"max_new_tokens": 4}
     mask[0, :5] = 0
+    places = torch.cat([torch.arange(8), torch.arange(12)])[None]  # two texts in one sequence
     found = []
-    for name in ("eager", "kvquant"):
+    for name in ("sdpa" if kind == "mistral" else "eager", "kvquant"):
         model.set_attn_implementation(name)
         found.append([model(text).logits, model(text, attention_mask=mask).logits[1]])
-        for more in ({}, {"cache_implementation": "static"}):
+        for more in (
+            caching(transformers.DynamicCache()),
+            caching(transformers.DynamicCache(config=model.config)),
+            {"cache_implementation": "static"},
+            {"use_cache": False},
+        ):
             found[-1].append(model.generate(text, attention_mask=mask, **short | more))
         found[-1].append(model(text, labels=text, use_cache=False).loss)
+        if kind == "mistral":
+            found[-1].append(model(text[:1], position_ids=places).logits)
     for got, wanted in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
 
@@ -776,3 +702,24 @@ def test_the_bundled_model_loads_and_knows_its_text(capfd: pytest.CaptureFixture
     assert model.config_dict["model_type"] == "llama"
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""  # no progress bars, no advice
+
+
+def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
+    cache = model.new_cache(2, 40, **FP16)
+    model.prefill(cache, tokens(2, 20))
+    view = QuantizedCache(cache, max_seq_len=40)
+    assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
+    before = cache.dequantized(1)[0]
+    view.crop(-5)
+    assert cache.seq_lens.tolist() == [15, 15]
+    view.crop(0)
+    with pytest.raises(ConfigError, match=r"crop\(15\) is not possible, as in transformers"):
+        view.crop(15)
+    assert cache.seq_lens.tolist() == [15, 15]
+    view.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
+    view.crop(-16)
+    assert cache.seq_lens.tolist() == [0, 0]
+    model.prefill(cache, tokens(2, 20))
+    view.reset()
+    assert view.get_seq_length() == 0

@@ -12,6 +12,7 @@ from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
     GEMMA3N,
+    GREEDY,
     LATENT_SIZES,
     TOLERANCE,
     WITH_LOGITS,
@@ -38,12 +39,7 @@ if hands_latents:
     FAMILIES["DeepseekV3"] = LATENT_SIZES
 DENSE = {"first_k_dense_replace": 2}  # that no expert's choice hangs on a rounding
 ROWS: dict[str, Any] = {"max_seq_len": 64, "sink_len": 2, "recent_len": 6}
-OPTIONS: dict[str, Any] = {
-    "max_new_tokens": 6,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": 999,
-}
+OPTIONS = GREEDY | {"max_new_tokens": 6}
 PADS = torch.tensor([0, 15, 7])
 
 
@@ -59,11 +55,6 @@ def model_of(family: str, **changes: Any) -> Any:
     model = tiny(family, **(FAMILIES[family] | changes)).model
     model.set_attn_implementation("kvquant")
     return model
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model_of("Llama")
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +92,31 @@ def generated(
     return ids.tolist(), cache
 
 
+IN_BASES = "DeepseekV3 in bases"
+
+
 @pytest.mark.parametrize(
-    "family",
-    mark_slow(FAMILIES, ["Mistral"]),
+    "family", [*mark_slow(FAMILIES, ["Mistral"]), pytest.param(IN_BASES, marks=needs_latents)]
 )
 def test_generate_compiles_one_graph_by_itself(family: str) -> None:
     if family == "Gemma3nText" and tracing.LOSES_MARKS:
         pytest.skip("its layers share keys: compiled from torch 2.13 on")
-    model = model_of(family)
-    expected, plain = generated(model, padded=True)
-    found, cache = generated(model, padded=True, **compiling("eager"))
+    model, plan = model_of(family.split()[0], **DENSE if family == IN_BASES else {}), None
+    if family == IN_BASES:
+        plan = latent_plan(2, model.config.to_dict(), fmt=("int8-g4", "bf16"))
+    expected, plain = generated(model, padded=True, plan=plan)
+    found, cache = generated(model, padded=True, plan=plan, **compiling("eager"))
     assert found == expected
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert cache.get_seq_length() == plain.get_seq_length() == 24 + 2 * 6 - 1
     assert cache.kv is not None and cache.kv.seq_lens.tolist() == (35 - PADS).tolist()
+    assert (cache.kv.bases is not None) == (family == IN_BASES)
 
 
 def test_layers_that_share_keys_are_not_compiled_by_older_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvquant.hf.text.LOSES_MARKS", True)
+    monkeypatch.setattr("kvquant.hf.cache.LOSES_MARKS", True)
     assert QuantizedCache(model_of("Llama"), **ROWS).is_compileable
     model = model_of("Gemma3nText")
     expected, cache = generated(model, padded=True)
@@ -302,20 +298,8 @@ def test_graphs_read_rows_where_they_lie(family: str) -> None:
 
 
 @needs_latents
-def test_a_step_in_bases_of_latents_is_one_graph() -> None:
-    model = model_of("DeepseekV3", **DENSE)
-    plan = latent_plan(2, model.config.to_dict(), fmt=("int8-g4", "bf16"))
-    expected, _ = generated(model, padded=True, plan=plan)
-    found, cache = generated(model, padded=True, plan=plan, **compiling("eager"))
-    assert found == expected and cache.kv is not None and cache.kv.bases
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-
-
-@needs_latents
 @pytest.mark.parametrize(
-    "planned",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["format", "plan"],
+    "planned", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["format", "plan"]
 )
 def test_graphs_of_latent_rows_come_behind_a_call_without(planned: bool) -> None:
     """It compares what each layer expands with what is absorbed, which a graph cannot."""

@@ -14,6 +14,7 @@ from kvquant.errors import ConfigError, ShapeError, UnsupportedError, Unsupporte
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
     FP16,
+    GREEDY,
     TOLERANCE,
     WITH_LOGITS,
     assert_answers,
@@ -25,8 +26,7 @@ from hf_cases import (  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-OPTIONS |= {"eos_token_id": 999}
+OPTIONS = GREEDY | {"max_new_tokens": 6}
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +109,6 @@ def test_it_goes_on_from_a_file(falcon: Any, tmp_path: Path) -> None:
     again = QuantizedCache(load_cache(path), dequantize=True)
     found = [logits(falcon, one, text[:, :1], text[:, 3:4]) for one in (past, again)]
     assert torch.equal(*found)
-
-
-def test_each_layer_is_described(falcon: Any) -> None:
-    past = QuantizedCache(falcon, v_format="int8", dequantize=True)
-    assert past.describe() == "layers 0-1: K int8-g4, V int8, dequantized in each call"
 
 
 def test_it_is_asked_for(falcon: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import FP16, TOLERANCE, random_module, tiny, tokens  # noqa: E402
-from slow_cases import mark_slow  # noqa: E402
 
 from kvquant import CachedModel, QuantizedCache, save_cache  # noqa: E402
 from kvquant.errors import ConfigError, UnsupportedModelError  # noqa: E402
@@ -28,26 +27,6 @@ def llama() -> CachedModel:
 
 
 # A cache that holds tokens
-
-
-@pytest.mark.parametrize("again", [20, 33], ids=["the same text", "a longer one"])
-def test_another_text_is_not_appended_to_that_of_the_cache(again: int, llama: CachedModel) -> None:
-    cache = llama.new_cache(2, 64, **FP16)
-    llama.prefill(cache, tokens(2, 20), [20, 9])
-    with pytest.raises(ConfigError, match=r"tokens already \(\[20, 9\] .*append=True.*reset\(\)"):
-        llama.prefill(cache, tokens(2, again))
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[20, 9]] * 2
-    cache.reset()
-    llama.prefill(cache, tokens(2, again))
-    assert cache.seq_lens.tolist() == [again] * 2
-
-
-def test_prefill_goes_on_where_it_is_told_to(llama: CachedModel) -> None:
-    text, cache, whole = tokens(2, 40), *(llama.new_cache(2, 64, **FP16) for _ in range(2))
-    for start, end in ((0, 17), (17, 18), (18, 40)):  # the first part too, of a cache still empty
-        given = llama.prefill(cache, text[:, start:end], append=True)
-    torch.testing.assert_close(given, llama.prefill(whole, text), atol=TOLERANCE, rtol=0)
-    assert cache.seq_lens.tolist() == [40, 40]
 
 
 @pytest.mark.parametrize("dequantize", [False, True], ids=["", "dequantize"])
@@ -197,13 +176,29 @@ def test_caches_of_transformers_in_place_of_ours_are_named(
             llama.plain(tokens(1, 4), past)
 
 
-LINES = "import kvquant.hf", "from kvquant import QuantizedCache"
+@pytest.mark.parametrize("again", [20, 33], ids=["the same text", "a longer one"])
+def test_another_text_is_not_appended_to_that_of_the_cache(again: int, llama: CachedModel) -> None:
+    cache = llama.new_cache(2, 64, **FP16)
+    llama.prefill(cache, tokens(2, 20), [20, 9])
+    with pytest.raises(ConfigError, match=r"tokens already \(\[20, 9\] .*append=True.*reset\(\)"):
+        llama.prefill(cache, tokens(2, again))
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[20, 9]] * 2
+    cache.reset()
+    llama.prefill(cache, tokens(2, again))
+    assert cache.seq_lens.tolist() == [again] * 2
 
 
-@pytest.mark.parametrize("line", mark_slow(LINES, usual=LINES[1:]))
-def test_one_line_makes_the_attention_known_to_transformers(line: str) -> None:
+def test_prefill_goes_on_where_it_is_told_to(llama: CachedModel) -> None:
+    text, cache, whole = tokens(2, 40), *(llama.new_cache(2, 64, **FP16) for _ in range(2))
+    for start, end in ((0, 17), (17, 18), (18, 40)):  # the first part too, of a cache still empty
+        given = llama.prefill(cache, text[:, start:end], append=True)
+    torch.testing.assert_close(given, llama.prefill(whole, text), atol=TOLERANCE, rtol=0)
+    assert cache.seq_lens.tolist() == [40, 40]
+
+
+def test_one_line_makes_the_attention_known_to_transformers() -> None:
     code = f"""
-{line}
+from kvquant import QuantizedCache
 from transformers import AutoModelForCausalLM
 AutoModelForCausalLM.from_pretrained({str(BUNDLED)!r}, attn_implementation="kvquant")
 """

@@ -19,10 +19,11 @@ from kvquant.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
+    FAMILIES,
     FP16,
-    GEMMA3N,
-    SHARING,
+    GREEDY,
     TOLERANCE,
+    WITH_LOGITS,
     by_kvquant,
     caching,
     random_module,
@@ -32,28 +33,9 @@ from hf_cases import (  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": 16},
-    "Gemma3nText": GEMMA3N,
-    "Gemma4Text": SHARING | {"global_head_dim": 64},
-    "Persimmon": {"num_attention_heads": 2},  # attention is not shown positions
-}
-OPTIONS: dict[str, Any] = {
-    "max_new_tokens": 8,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": 999,
-    "output_logits": True,
-    "return_dict_in_generate": True,
-}
+KINDS = FAMILIES | {"Persimmon": {"num_attention_heads": 2}}  # attention is not shown positions
+OPTIONS = GREEDY | WITH_LOGITS | {"max_new_tokens": 8}
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    own = by_kvquant(tiny("Llama").model)
-    return own
 
 
 def first_turn(model: Any, past: QuantizedCache, pads: int = 0) -> dict[str, torch.Tensor]:
@@ -100,7 +82,7 @@ def state(past: QuantizedCache) -> list[Any]:
 
 LOOKED_UP, ASSISTED = "prompt_lookup_num_tokens", "assistant_model"
 TURNS: list[tuple[str, str, int, int | None]]
-TURNS = [(family, LOOKED_UP, 5, 64) for family in FAMILIES]
+TURNS = [(family, LOOKED_UP, 5, 64) for family in KINDS]
 TURNS += [("Llama", LOOKED_UP, 0, None), ("Llama", ASSISTED, 0, 64), ("Mistral", ASSISTED, 5, None)]
 
 
@@ -108,7 +90,7 @@ TURNS += [("Llama", LOOKED_UP, 0, None), ("Llama", ASSISTED, 0, 64), ("Mistral",
 def test_a_second_turn_with_drafts_reads_what_is_new(
     family: str, drafts: str, pads: int, room: int | None
 ) -> None:
-    model = by_kvquant(tiny(family, **FAMILIES[family]).model)
+    model = by_kvquant(tiny(family, **KINDS[family]).model)
     past = QuantizedCache(model, **FP16, max_seq_len=room)
     text = first_turn(model, past, pads)
     other = copy.deepcopy(past)
@@ -234,7 +216,8 @@ def test_a_model_that_names_no_positions_goes_on_with_drafts() -> None:
     own = by_kvquant(Own(plain.config).eval())
     own.load_state_dict(plain.state_dict())
     past = QuantizedCache(own, **FP16)
-    assert not past.names_positions and QuantizedCache(by_kvquant(plain), **FP16).names_positions
+    hooks = past.hook, QuantizedCache(by_kvquant(plain), **FP16).hook
+    assert [one is not None and one.names_positions for one in hooks] == [False, True]
     turn = first_turn(own, past)
     found = own.generate(**turn, **caching(past), **OPTIONS, **LOOKUP).sequences
     wanted = QuantizedCache(own, **FP16)

@@ -18,16 +18,7 @@ from packaging.version import Version
 
 pytest.importorskip("transformers")
 import transformers
-from families import (
-    ALL_LAYERS,
-    CHANGES,
-    COPIES,
-    LATENT,
-    LATENT_ROWS,
-    SOME_LAYERS,
-    lines,
-    others,
-)
+from families import ALL_LAYERS, CHANGES, COPIES, LATENT, LATENT_ROWS, SOME_LAYERS, lines, others
 from hf_cases import (
     FP16,
     FP16_LATENTS,

@@ -12,8 +12,7 @@ transformers = pytest.importorskip("transformers")
 from hf_cases import FP16, WITH_LOGITS, sure_text  # noqa: E402
 
 from kvquant.errors import ConfigError  # noqa: E402
-from kvquant.hf.cache import QuantizedCache  # noqa: E402
-from kvquant.hf.text import DRAFTS  # noqa: E402
+from kvquant.hf.cache import DRAFTS, QuantizedCache  # noqa: E402
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 TEXT = "The first ship"

@@ -94,15 +94,20 @@ def write_gguf(folder: Path, path: Path, *, quantized: bool, merges: bool = True
 @pytest.mark.extra("gguf")
 @pytest.mark.filterwarnings("default")  # of what gguf and transformers use
 def test_a_gguf_file_is_the_model_it_was_made_of(tmp_path: Path) -> None:
+    """Files beside it are none of its model."""
     path = write_gguf(BUNDLED, tmp_path / "model.gguf", quantized=False)
+    for name in ("tokenizer.json", "config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
     model, same = CachedModel.from_pretrained(path), CachedModel.from_pretrained(BUNDLED)
     assert model.config_dict["_weights"] == same.config_dict["_weights"] == fingerprint_of(path)
     assert "quantization_config" not in model.config_dict
     assert load_config(path).num_hidden_layers == 4
-    assert model.encode(TEXT) == same.encode(TEXT)
-    tokens = torch.tensor([model.encode(TEXT)])
+    assert model.model.name_or_path == load_config(path).name_or_path == str(path)
+    again, ids = tokenizer_of(model.model), same.encode(TEXT)
+    assert model.encode(TEXT) == again.encode(TEXT) == ids
+    assert again.model_max_length == sys.maxsize
     found, expected = (
-        one.prefill(one.new_cache(1, 64, k_format="int8", v_format="int8"), tokens)
+        one.prefill(one.new_cache(1, 64, k_format="int8", v_format="int8"), torch.tensor([ids]))
         for one in (model, same)
     )
     torch.testing.assert_close(found, expected)
@@ -118,35 +123,22 @@ def test_a_tokenizer_that_splits_the_words_of_its_vocabulary_is_refused(tmp_path
 
 @pytest.mark.extra("gguf")
 @pytest.mark.filterwarnings("default")
-def test_files_beside_a_gguf_file_are_none_of_its_model(tmp_path: Path) -> None:
-    path = write_gguf(BUNDLED, tmp_path / "model.gguf", quantized=False)
-    for name in ("tokenizer.json", "config.json", "adapter_config.json"):
-        (tmp_path / name).write_text("{}")
-    model = CachedModel.from_pretrained(path)
-    expected = CachedModel.from_pretrained(BUNDLED).encode(TEXT)
-    assert model.encode(TEXT) == expected
-    assert model.model.name_or_path == load_config(path).name_or_path == str(path)
-    again = tokenizer_of(model.model)
-    assert again.encode(TEXT) == expected and again.model_max_length == sys.maxsize
-
-
-@pytest.mark.extra("gguf")
-@pytest.mark.filterwarnings("default")
 def test_a_quantized_gguf_file_and_the_folder_made_of_it_agree(tmp_path: Path) -> None:
     path = write_gguf(BUNDLED, tmp_path / "model.gguf", quantized=True)
     model = CachedModel.from_pretrained(path, dtype=torch.bfloat16)
     model.model.save_pretrained(tmp_path / "folder")
     model.tokenizer.save_pretrained(tmp_path / "folder")
     same = CachedModel.from_pretrained(tmp_path / "folder")
-    assert fingerprint_of(path) == fingerprint_of(tmp_path / "folder") != fingerprint_of(BUNDLED)
-    assert same.config_dict["_weights"] == model.config_dict["_weights"] == fingerprint_of(path)
+    known = fingerprint_of(path)
+    assert known == fingerprint_of(tmp_path / "folder") != fingerprint_of(BUNDLED)
+    assert same.config_dict["_weights"] == model.config_dict["_weights"] == known
     (tmp_path / "text.txt").write_text(50 * TEXT)
     for source in (path, tmp_path / "folder"):
         output = tmp_path / f"{source.stem}.safetensors"
         command = ["quantize", source, "--prompt", tmp_path / "text.txt", "-o", output]
         result = CliRunner().invoke(main, list(map(str, command)))
         assert result.exit_code == 0, result.output
-        assert f"weights {fingerprint_of(path)[:12]}" in result.output
+        assert f"weights {known[:12]}" in result.output
 
 
 def test_what_is_no_model_is_told_of_a_gguf_file(tmp_path: Path) -> None:

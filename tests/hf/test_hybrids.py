@@ -13,6 +13,7 @@ from kvquant.cache.layer import LayerCache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
+from families import CHANGES  # noqa: E402
 from hf_cases import (  # noqa: E402
     FP16,
     GEMMA3N,
@@ -31,19 +32,9 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
 HYBRID_KIND = "qwen3_next"
-HYBRID: dict[str, Any] = {
+HYBRID = CHANGES[HYBRID_KIND] | {
+    "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
-    "shared_expert_intermediate_size": 32,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-FALCON_H1: dict[str, Any] = {
-    "mamba_d_ssm": 128,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 8,
 }
 TOLERANCE = 0.02  # of the logits' deviation
 
@@ -65,12 +56,6 @@ def run(model: Any, cache: Any, text: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def test_each_layer_is_described(model: Any) -> None:
-    state, rows = QuantizedCache(model, k_format="int8").describe().splitlines()
-    assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
-    assert rows == "layer 1: K int8, V int4-g4"
-
-
 def test_bytes_of_layers_that_transformers_keeps_count(model: Any) -> None:
     cache = QuantizedCache(model)
     assert cache.nbytes == 0
@@ -82,21 +67,48 @@ def test_bytes_of_layers_that_transformers_keeps_count(model: Any) -> None:
     assert f"{cache.nbytes:,} bytes on cpu" in repr(cache)
 
 
-def test_layers_that_keep_nothing_are_described_as_such() -> None:
-    kinds = ["linear_attention", "moe", "full_attention", "moe"]
-    changes = {"num_hidden_layers": 4, "layer_types": kinds}
-    config = transformers.AutoConfig.for_model("nemotron_h", head_dim=64, **changes)
-    state, second, rows, last = QuantizedCache(config).describe().splitlines()
-    assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
-    assert rows == "layer 2: K int8-g4, V int4-g4"
-    assert [second, last] == [f"layer {at}: nothing, it has no attention" for at in (1, 3)]
+OF_STATES = "LinearAttentionLayer of transformers, as it is 'linear_attention', which keeps other"
+NEMOTRON: dict[str, Any] = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+}
+DESCRIBED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    HYBRID_KIND: (
+        SHAPE | HYBRID,
+        {"k_format": "int8"},
+        [f"layer 0: {OF_STATES}", "layer 1: K int8, V int4"],
+    ),
+    "nemotron_h": (
+        NEMOTRON,
+        {},
+        [
+            f"layer 0: {OF_STATES}",
+            "layer 1: nothing, it has no attention",
+            "layer 2: K int8-g4, V int4-g4",
+            "layer 3: nothing, it has no attention",
+        ],
+    ),
+    "gemma3n_text": (
+        SHAPE | GEMMA3N,
+        {"k_format": "int8"},
+        ["layer 0: K int8,", "layer 1: K int8,", "layers 2-3: the rows of another layer"],
+    ),
+    "falcon": (
+        {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2},
+        {"v_format": "int8", "dequantize": True},
+        ["layers 0-1: K int8-g4, V int8, dequantized in each call"],
+    ),
+}
 
 
-def test_layers_that_share_rows_are_described_to_the_last() -> None:
-    config = transformers.Gemma3nTextConfig(**SHAPE | GEMMA3N)
-    *own, last = QuantizedCache(config, k_format="int8").describe().splitlines()
-    assert [line.split(",")[0] for line in own] == ["layer 0: K int8", "layer 1: K int8"]
-    assert last == "layers 2-3: the rows of another layer"
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_each_layer_is_described(kind: str) -> None:
+    changes, options, told = DESCRIBED[kind]
+    config = transformers.AutoConfig.for_model(kind, **changes)
+    found = QuantizedCache(config, **options).describe().splitlines()
+    for line, begin in zip(found, told, strict=True):
+        assert line.startswith(begin)
 
 
 def test_layers_may_share_the_keys_of_a_layer_of_transformers() -> None:
@@ -131,7 +143,7 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
 def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     text = prompt()
     if is_beside:
-        model = by_kvquant(random_module("falcon_h1", FALCON_H1))
+        model = by_kvquant(random_module("falcon_h1", CHANGES["falcon_h1"]))
     cache = QuantizedCache(model, **FP16)
     run(model, cache, text)
     cache.batch_repeat_interleave(2)
@@ -215,17 +227,7 @@ def test_states_are_cropped_only_where_rows_can_be(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("kind", [HYBRID_KIND, "lfm2", "llama4_text", "falcon_h1"])
 def test_a_hybrid_cannot_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
-    changes: dict[str, dict[str, Any]] = {
-        HYBRID_KIND: HYBRID,
-        "falcon_h1": FALCON_H1,
-        "lfm2": {"layer_types": ["conv", "full_attention"]},
-        "llama4_text": {
-            "num_hidden_layers": 4,
-            "attention_chunk_size": 8,
-            "intermediate_size_mlp": 96,
-        },
-    }
-    own = by_kvquant(random_module(kind, changes[kind]))
+    own = by_kvquant(random_module(kind, CHANGES[kind] | (HYBRID if kind == HYBRID_KIND else {})))
     cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
     if kind == "falcon_h1":
         told = "layers 0-1: K int8-g4, V int4-g4, beside a state of transformers"

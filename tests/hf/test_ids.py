@@ -15,24 +15,13 @@ from kvquant import load_cache, save_cache
 from kvquant.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402
+from hf_cases import FP16, GREEDY, caching, tokens  # noqa: E402
 
 from kvquant.hf.argument import ARGUMENT  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
-OPTIONS: dict[str, Any] = {
-    "max_new_tokens": 6,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": 999,
-}
+OPTIONS = GREEDY | {"max_new_tokens": 6}
 OTHER = r"another text came: .*cache\.reset\(\) before another text"
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    found: Any = by_kvquant(tiny("Llama").model)
-    return found
 
 
 def text_of(batch: int, columns: int) -> torch.Tensor:

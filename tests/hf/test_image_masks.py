@@ -12,7 +12,14 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, RoundedCache, assert_alike, by_kvquant, caching  # noqa: E402
+from hf_cases import (  # noqa: E402
+    FP16,
+    WITH_LOGITS,
+    RoundedCache,
+    assert_alike,
+    by_kvquant,
+    caching,
+)
 
 from kvquant.errors import UnsupportedModelError  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -40,12 +47,7 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
-OPTIONS: dict[str, Any] = {
-    "max_new_tokens": 5,
-    "do_sample": False,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False} | WITH_LOGITS
 
 
 def gemma(kind: str) -> Any:

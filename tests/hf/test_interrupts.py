@@ -14,11 +14,11 @@ from interrupts import interrupted
 from slow_cases import mark_slow
 
 from kvquant.errors import KVQuantError
-from kvquant.hf import attention, cache, call, continuation, masks, text
+from kvquant.hf import attention, cache, call, continuation, masks
 from kvquant.hf.cache import QuantizedCache
 
-COUNTS = {str(one.__file__) for one in (call, text)}
-ALL = COUNTS | {str(one.__file__) for one in (attention, cache, continuation, masks)}
+COUNTS = {str(one.__file__) for one in (call, cache)}
+ALL = COUNTS | {str(one.__file__) for one in (attention, continuation, masks)}
 
 
 CASES = [("counts", 1, 2), ("counts", 5, 2), ("all", 1, 2), ("all", 5, 2), ("all", 1, 1)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_plan import example_plan
 
 from kvquant import CachePlan, KVCache, debug, load_cache, save_cache
 from kvquant.errors import (
@@ -18,15 +19,14 @@ from kvquant.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
+from kvquant.io.model_id import model_identity
 
 transformers = pytest.importorskip("transformers")
-from example_plan import example_plan  # noqa: E402
 from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kvquant.hf.cache import SPACE, QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
-from kvquant.io.model_id import model_identity  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 999}
 
@@ -60,39 +60,31 @@ def test_a_cache_is_made_for_the_sequences_and_the_dtype_that_come(own: CachedMo
     assert half.kv is not None and half.kv.exact_format == "fp16"
 
 
-def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
+def test_a_cache_grows_to_twice_its_room(own: CachedModel, tmp_path: Path) -> None:
+    """Of a model, and of a file, which has room for its own tokens."""
     text = tokens(2, 700)
-    caches = (
-        QuantizedCache(own.model, k_format="int4"),
-        QuantizedCache(own.model, k_format="int4", max_seq_len=700),
-    )
-    found = []
-    for past in caches:
-        parts = text[:, :20], text[:, 20:280], text[:, 280:697], *text[:, 697:].split(1, dim=1)
-        found.append([own.model(part, **caching(past)).logits[:, -1] for part in parts])
+    grown = QuantizedCache(own.model, k_format="int4")
+    static = QuantizedCache(own.model, k_format="int4", max_seq_len=700)
+
+    def run(part: torch.Tensor, *caches: QuantizedCache) -> None:
+        found = [own.model(part, **one.argument).logits for one in caches]
+        assert all(torch.equal(one, found[0]) for one in found)
+
+    run(text[:, :20], grown, static)
+    assert grown.kv is not None
+    save_cache(grown.kv, tmp_path / "cache.safetensors")
+    loaded = QuantizedCache(load_cache(tmp_path / "cache.safetensors", max_seq_len=22))
+    assert loaded.get_max_length() == -1 and not loaded.is_compileable
+    for part in (text[:, 20:280], text[:, 280:697], *text[:, 697:].split(1, dim=1)):
+        run(part, grown, static, loaded)
+    for past, size in ((grown, 4 * (20 + SPACE)), (static, 700), (loaded, 1394)):
         past.check()
-    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
-    grown, static = (past.kv for past in caches)
-    assert grown is not None and static is not None
-    assert [grown.max_seq_len, static.max_seq_len] == [4 * (20 + SPACE), 700]
-    assert caches[1].get_max_length() == 700
+        assert past.kv is not None and past.kv.max_seq_len == size
+        assert past.kv.seq_lens.tolist() == [700, 700]
+    assert static.get_max_length() == 700
     with pytest.raises(ShapeError, match="would grow to 701 tokens, max_seq_len is 700"):
-        own.model(text[:, :1], **caching(caches[1]))
-    assert static.seq_lens.tolist() == [700, 700]
-
-
-def test_a_cache_of_a_file_grows_as_it_did_before(own: CachedModel, tmp_path: Path) -> None:
-    text, path = tokens(2, 90), tmp_path / "cache.safetensors"
-    past = QuantizedCache(own.model, k_format="int8", recent_len=8)
-    own.model(text[:, :30], **past.argument)
-    assert past.kv is not None
-    save_cache(past.kv, path)
-    loaded = QuantizedCache(load_cache(path, max_seq_len=32))
-    assert loaded.kv is not None and loaded.get_max_length() == -1 and not loaded.is_compileable
-    for part in (text[:, 30:60], *text[:, 60:].split(1, dim=1)):
-        found = [own.model(part, **one.argument).logits for one in (past, loaded)]
-        assert torch.equal(*found)
-    assert loaded.kv.max_seq_len == 128 and loaded.get_seq_length() == 90
+        run(text[:, :1], static)
+    assert static.get_seq_length() == 700
 
 
 def test_a_cache_of_a_file_keeps_the_room_that_is_asked_for(
@@ -130,27 +122,6 @@ def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
         own.model(tokens(1, 8), **caching(past))
 
 
-def test_a_plan_says_the_formats(own: CachedModel) -> None:
-    made = example_plan(2, 2, 64)
-    plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)
-    past = QuantizedCache(own.model, plan=plan)
-    own.model.generate(tokens(2, 10), **caching(past), **OPTIONS)
-    assert past.kv is not None and past.kv.bases is not None
-    assert repr(past.kv) == repr(own.new_cache(2, past.kv.max_seq_len, plan=plan))
-    with pytest.raises(CheckpointError, match="not for this"):
-        QuantizedCache(tiny("Qwen2").model.config, plan=plan)
-
-
-def test_a_path_of_no_file_is_no_plan(own: CachedModel) -> None:
-    for call in (
-        lambda: QuantizedCache(own.model, plan="none.safetensors"),
-        lambda: own.new_cache(1, 8, plan="none.safetensors"),
-        lambda: own.fold_values("none.safetensors"),
-    ):
-        with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
-            call()
-
-
 def test_a_cache_tells_what_it_is_in_three_lines(own: CachedModel) -> None:
     past = QuantizedCache(own.model, v_format="int8", sink_len=2, recent_len=9)
     assert past.describe() == "layers 0-1: K int8-g8, V int8"
@@ -170,16 +141,6 @@ def test_a_cache_tells_what_it_is_in_three_lines(own: CachedModel) -> None:
     assert repr(QuantizedCache(kv)).startswith(
         "QuantizedCache of 2 layers: K int8, V int8; K int4, V int8\n"
     )
-
-
-def test_a_shallow_copy_is_refused(own: CachedModel) -> None:
-    """It would share the rows, and the next call of the model would speak of padding."""
-    past, text = QuantizedCache(own.model), tokens(1, 20)
-    own.model(text[:, :15], **caching(past))
-    with pytest.raises(UnsupportedError, match=r"a QuantizedCache would share .*copy\.deepcopy"):
-        copy.copy(past)
-    own.model(text[:, 15:], **caching(past))
-    assert past.get_seq_length() == 20
 
 
 def test_a_prefilled_cache_is_repeated_for_beams(own: CachedModel) -> None:
@@ -314,3 +275,34 @@ def test_a_cache_of_inference_mode_goes_on_outside(
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
     own.model(tokens(1, 1), attention_mask=mask, **caching(past))
     past.check()
+
+
+def test_a_plan_says_the_formats(own: CachedModel) -> None:
+    made = example_plan(2, 2, 64)
+    plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)
+    past = QuantizedCache(own.model, plan=plan)
+    own.model.generate(tokens(2, 10), **caching(past), **OPTIONS)
+    assert past.kv is not None and past.kv.bases is not None
+    assert repr(past.kv) == repr(own.new_cache(2, past.kv.max_seq_len, plan=plan))
+    with pytest.raises(CheckpointError, match="not for this"):
+        QuantizedCache(tiny("Qwen2").model.config, plan=plan)
+
+
+def test_a_path_of_no_file_is_no_plan(own: CachedModel) -> None:
+    for call in (
+        lambda: QuantizedCache(own.model, plan="none.safetensors"),
+        lambda: own.new_cache(1, 8, plan="none.safetensors"),
+        lambda: own.fold_values("none.safetensors"),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
+            call()
+
+
+def test_a_shallow_copy_is_refused(own: CachedModel) -> None:
+    """It would share the rows, and the next call of the model would speak of padding."""
+    past, text = QuantizedCache(own.model), tokens(1, 20)
+    own.model(text[:, :15], **caching(past))
+    with pytest.raises(UnsupportedError, match=r"a QuantizedCache would share .*copy\.deepcopy"):
+        copy.copy(past)
+    own.model(text[:, 15:], **caching(past))
+    assert past.get_seq_length() == 20

@@ -177,15 +177,6 @@ def test_what_is_no_model_is_refused() -> None:
             CachedModel(wrong)
 
 
-def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> None:
-    model.model.set_attn_implementation("kvquant")
-    cache: Any = QuantizedCache(model.model)
-    with pytest.raises(ConfigError, match=r"type QuantizedCache: give a KVCache, of new_cache or"):
-        model.prefill(cache, torch.ones(1, 3, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="or the kv of a QuantizedCache"):
-        model.step(cache, torch.ones(1, dtype=torch.int64))
-
-
 # Calls that raise change nothing
 
 
@@ -381,11 +372,41 @@ def test_caches_of_layers_of_unlike_head_dim_are_saved_and_forked(tmp_path: Any)
         ("int8-g8", 512),
     ]
     model.prefill(cache, text)
+    with pytest.raises(ConfigError, match=r"type CachedModel: .* config_dict of a CachedModel"):
+        save_cache(cache, tmp_path / "c.safetensors", model=model)  # type: ignore[arg-type]
     save_cache(cache, tmp_path / "c.safetensors", model=model.config_dict)
     copies = [cache.fork(), load_cache(tmp_path / "c.safetensors", model=model.config_dict)]
     expected = model.step(cache, text[:, 0])
     for copy in copies:
         assert torch.equal(model.step(copy, text[:, 0]), expected)
+
+
+def test_rows_that_are_bad_are_told_before_a_prompt_or_a_step(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    rows = torch.full((1, 2, 3, 64), torch.nan)
+    calls: list[Callable[[KVCache], Any]] = [
+        lambda cache: model.step(cache, tokens(1)),
+        lambda cache: model.prefill(cache, tokens(1, 8), append=True),
+    ]
+    for call in calls:
+        cache = model.new_cache(1, 64)
+        for index in range(2):
+            cache.append(index, rows, rows)
+        with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
+            call(cache)
+        assert lengths(cache) == [[3], [3]]
+    assert cache.bad_rows.tolist() == [0, 0]
+
+
+def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> None:
+    model.model.set_attn_implementation("kvquant")
+    cache: Any = QuantizedCache(model.model)
+    with pytest.raises(ConfigError, match=r"type QuantizedCache: give a KVCache, of new_cache or"):
+        model.prefill(cache, torch.ones(1, 3, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="or the kv of a QuantizedCache"):
+        model.step(cache, torch.ones(1, dtype=torch.int64))
 
 
 def test_models_whose_layers_no_cache_holds_are_refused_in_one_line() -> None:
@@ -409,22 +430,3 @@ def test_windows_are_those_of_all_layers() -> None:
     model = tiny("Gemma3nText", **GEMMA3N)
     assert model.windows() == {0: 16, 2: 16}
     assert cache_layers(model.config).shared == {2: 0, 3: 1}
-
-
-def test_rows_that_are_bad_are_told_before_a_prompt_or_a_step(
-    model: CachedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    rows = torch.full((1, 2, 3, 64), torch.nan)
-    calls: list[Callable[[KVCache], Any]] = [
-        lambda cache: model.step(cache, tokens(1)),
-        lambda cache: model.prefill(cache, tokens(1, 8), append=True),
-    ]
-    for call in calls:
-        cache = model.new_cache(1, 64)
-        for index in range(2):
-            cache.append(index, rows, rows)
-        with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
-            call(cache)
-        assert lengths(cache) == [[3], [3]]
-    assert cache.bad_rows.tolist() == [0, 0]

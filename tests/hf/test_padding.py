@@ -15,8 +15,8 @@ from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
-    GEMMA3N,
-    SHARING,
+    FAMILIES,
+    GREEDY,
     TOLERANCE,
     WITH_LOGITS,
     assert_answers,
@@ -31,18 +31,7 @@ from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.hf.padding import Columns, Padding  # noqa: E402
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Mistral": {"sliding_window": 16},
-    "Gemma3nText": GEMMA3N,
-    "Gemma4Text": SHARING | {"global_head_dim": 64},  # layers that share take the last token only
-}
-OPTIONS: dict[str, Any] = {
-    "max_new_tokens": 8,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": 999,
-}
+OPTIONS = GREEDY | {"max_new_tokens": 8}
 LENS = [24, 9, 17]
 ROWS: dict[str, Any] = {"k_format": "fp16", "v_format": "fp16", "exact_format": "fp16"}
 
@@ -50,12 +39,6 @@ ROWS: dict[str, Any] = {"k_format": "fp16", "v_format": "fp16", "exact_format": 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest) -> Any:
     own = by_kvquant(tiny(request.param, **FAMILIES[request.param]).model)
-    return own
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    own = by_kvquant(tiny("Llama").model)
     return own
 
 
@@ -81,18 +64,26 @@ def logits(model: Any, text: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("case", ["", "num_beams", "prefill_chunk_size"])
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {  # sequences of a prompt, options
+    "greedy": (1, {}),
+    "sampling": (1, {"do_sample": True}),
+    "beams": (3, {"num_beams": 3}),
+    "several answers": (2, {"do_sample": True, "num_return_sequences": 2}),
+    "prompt in chunks": (1, {"prefill_chunk_size": 7}),
+}
+
+
+@pytest.mark.parametrize("case", WAYS)
 def test_generate_with_left_padding_gives_what_each_prompt_alone_gets(
     model: Any, case: str
 ) -> None:
-    options = OPTIONS | ({case: {"num_beams": 3, "prefill_chunk_size": 7}[case]} if case else {})
-    past = QuantizedCache(model, **ROWS)
+    (times, options), past = WAYS[case], QuantizedCache(model, **ROWS)
     batch = padded(prompts(), left=True)
-    given = model.generate(**batch, **caching(past), **options, **WITH_LOGITS)
+    given = model.generate(**batch, **caching(past), **OPTIONS | options, **WITH_LOGITS)
     assert past.kv is not None and past.get_seq_length() == 31
-    beams = 3 if case == "num_beams" else 1
-    assert past.kv.seq_lens.view(3, beams)[:, 0].tolist() == [n + 7 for n in LENS]
-    assert_answers(model, given, batch["attention_mask"])
+    assert past.kv.seq_lens.view(3, times)[:, 0].tolist() == [n + 7 for n in LENS]
+    mask = batch["attention_mask"].repeat_interleave(len(given.sequences) // 3, dim=0)
+    assert_answers(model, given, mask)
 
 
 def test_logits_of_padded_texts_are_those_of_each_alone(model: Any) -> None:
@@ -242,6 +233,9 @@ def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
     llama(**call, **caching(past))
     kv = past.kv
     assert kv is not None and kv.seq_lens.tolist() == LENS
+    with pytest.raises(ConfigError, match=r"crop\(15\) is not possible, as in transformers"):
+        past.crop(15)
+    past.crop(0)
     past.crop(-10)  # of the columns
     assert past.get_seq_length() == 14 and kv.seq_lens.tolist() == [14, 9, 14]
     past.batch_select_indices(torch.tensor([1, 0]))
@@ -251,6 +245,8 @@ def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
     past.reorder_cache(torch.tensor([2, 0, 1, 3]))
     past.crop(-4)
     assert past.get_seq_length() == 10 and past.kv.seq_lens.tolist() == [10, 9, 9, 10]
+    past.crop(-11)
+    assert past.kv.seq_lens.tolist() == [0] * 4
     columns = Columns.of_lens([3, 5]).with_more(2, None).without_last(3)
     assert columns.lens == [2, 4] and columns.without_last(9).lens == [0, 0]
     padding = Padding.behind(torch.tensor([0, 4]), 4, torch.device("cpu"))
@@ -432,12 +428,7 @@ def test_columns_of_padding_are_no_tokens(llama: Any) -> None:
 
 @pytest.mark.parametrize(
     ("size", "more", "room"),
-    [
-        (4, 6, None),
-        (1, 6, 40),
-        (30, 6, None),
-        pytest.param(1, 0, None, marks=pytest.mark.slow),
-    ],
+    [(4, 6, None), (1, 6, 40), (30, 6, None), pytest.param(1, 0, None, marks=pytest.mark.slow)],
 )
 def test_a_padded_prompt_may_come_in_chunks_of_any_size(
     model: Any, size: int, more: int, room: int | None

@@ -15,14 +15,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import save_file
 from tiny_models import tiny_model
 
-from kvquant import (
-    AccuracyError,
-    CachedModel,
-    ConfigError,
-    PagedKVCache,
-    QuantizedCache,
-    RowFormat,
-)
+from kvquant import AccuracyError, CachedModel, ConfigError, PagedKVCache, QuantizedCache, RowFormat
 from kvquant.engine.settings import Settings, tell_settings
 from kvquant.hf.models import probe
 from kvquant.hf.models.fingerprint import fingerprint_of

@@ -215,27 +215,17 @@ def test_layers_of_transformers_get_their_mask(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(*found)
 
 
-def test_a_mark_is_lost_but_on_the_way() -> None:
+def test_a_mark_goes_with_its_mask_and_no_other() -> None:
     mark = MaskMark(window=5)
-    mask = _with_mark(torch.ones(1, 1, 3, 1, dtype=torch.bool), mark)
-    for moved in (
-        mask.to("cpu:0"),
-        mask.to("cpu:0", non_blocking=True),
-        mask.cpu(),
-        mask.to("cpu"),
-    ):
-        assert type(moved) is _Mask and moved.kvquant_mask == mark
-    for other in (mask[:, :, -1:], mask & mask, mask.float(), torch.where(mask, 0.0, 1.0)):
-        assert type(other) is torch.Tensor and not hasattr(other, "kvquant_mask")
-
-
-def test_a_mark_is_that_of_the_mask_that_moves() -> None:
-    mask = _with_mark(torch.zeros(1, 1, 3, 1, dtype=torch.bool), MaskMark(window=5))
-    for other in (torch.ones(3).to(mask), mask.to(torch.float32), mask.to(torch.ones(3))):
-        assert type(other) is torch.Tensor and not hasattr(other, "kvquant_mask")
+    mask = _with_mark(torch.zeros(1, 1, 3, 1, dtype=torch.bool), mark)
     copied = copy.deepcopy({"mask": mask, "again": mask})
-    assert type(copied["mask"]) is _Mask and copied["mask"].kvquant_mask == MaskMark(window=5)
     assert copied["again"] is copied["mask"] and torch.equal(copied["mask"], mask)
+    moved = mask.to("cpu:0"), mask.to("cpu:0", non_blocking=True), mask.cpu(), mask.to("cpu")
+    for one in (*moved, copied["mask"]):
+        assert type(one) is _Mask and one.kvquant_mask == mark
+    others = mask[:, :, -1:], mask & mask, mask.float(), torch.where(mask, 0.0, 1.0)
+    for one in (*others, torch.ones(3).to(mask), mask.to(torch.float32), mask.to(torch.ones(3))):
+        assert type(one) is torch.Tensor and not hasattr(one, "kvquant_mask")
     copied["mask"].fill_(True)
     assert not mask.any(), "the copy has memory of its own"
 
@@ -326,17 +316,19 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(
             refused()
 
 
+def dispatched(first: Any, second: Any, **options: Any) -> Any:
+    """The model with its first layer on one device, the rest on another one, by accelerate."""
+    accelerate = pytest.importorskip("accelerate")
+    where = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
+    where |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
+    return accelerate.dispatch_model(tiny("Llama").model, device_map=where, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", ["cpu", 0])
 def test_accelerate_spreads_the_layers(first: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    whole = by_kvquant(tiny("Llama").model)
-    second = 0 if first == "cpu" else "cpu"
-    where = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
-    where |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
-    model = by_kvquant(
-        accelerate.dispatch_model(tiny("Llama").model, device_map=where, main_device="cpu")
-    )
+    whole, second = by_kvquant(tiny("Llama").model), 0 if first == "cpu" else "cpu"
+    model = by_kvquant(dispatched(first, second, main_device="cpu"))
     past, new = QuantizedCache(model, **FP16), tokens(3, 4)
     found = logits_of(model, past, new)
     assert_spread(past, ["cpu", "cuda:0"] if first == "cpu" else ["cuda:0", "cpu"])
@@ -345,24 +337,16 @@ def test_accelerate_spreads_the_layers(first: Any) -> None:
     given = {name: x.to(model.device) for name, x in padded().items()}
     assert model.generate(**given, **caching(past), **OPTIONS).shape[0] == 3
     past.check()
-    cached = CachedModel(model)
-    cache = cached.new_cache(3, 64, **FP16)
-    cached.generate(cache, cached.prefill(cache, tokens(3, 24), [24, 9, 17]), 4)
-    assert cache.is_spread and cache.seq_lens.tolist() == [27, 12, 20]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [("cpu", 0), (0, "cpu"), pytest.param(0, 1, marks=pytest.mark.gpu(2))],
+    ("first", "second"), [("cpu", 0), (0, "cpu"), pytest.param(0, 1, marks=pytest.mark.gpu(2))]
 )
 def test_a_cached_model_where_accelerate_chooses_the_main_device(first: Any, second: Any) -> None:
     """Weights on the CPU are brought to a GPU then."""
-    accelerate = pytest.importorskip("accelerate")
-    where = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
-    where |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
     whole, given = tiny("Llama"), (tokens(3, 24), [24, 9, 17])
-    cached = CachedModel(accelerate.dispatch_model(tiny("Llama").model, device_map=where))
+    cached = CachedModel(dispatched(first, second))
     caches = whole.new_cache(3, 64, **FP16), cached.new_cache(3, 64, **FP16)
     assert {one.type for one in caches[1].devices} == {"cuda"}
     assert caches[1].is_spread == (second == 1)

@@ -1,6 +1,6 @@
-"""Mutated cache files, over 7,000 with the slow ones: each is refused or is the original.
+"""Cache files that a hostile writer changes and seals: what is accepted hangs together.
 
-A hostile writer, who seals what it wrote, may get a cache accepted, but one that hangs together.
+Damaged bytes are in test_tensor_files.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from saved_kinds import contents
 from slow_cases import mark_slow
 
 from kvquant import KVCache
@@ -51,76 +50,17 @@ def header_end(data: bytes | bytearray) -> int:
     return 8 + int(length)
 
 
-def flip_bits(data: bytearray, rng: random.Random) -> None:
-    for _ in range(rng.choice((1, 1, 1, 2, 8))):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def change_digits(data: bytearray, rng: random.Random) -> None:
-    """Numbers in the header: offsets, shapes, lengths, digests."""
-    places = [i for i in range(8, header_end(data)) if chr(data[i]).isdigit()]
-    data[rng.choice(places)] = ord(rng.choice("0123456789"))
-
-
-def truncate(data: bytearray, rng: random.Random) -> None:
-    del data[rng.randrange(len(data)) :]
-
-
-def insert(data: bytearray, rng: random.Random) -> None:
-    at = rng.choice((rng.randrange(len(data) + 1), rng.randrange(header_end(data)), len(data)))
-    data[at:at] = rng.choice((b"\0", b" ", b'"', b"{", rng.randbytes(7), rng.randbytes(1000)))
-
-
-def delete(data: bytearray, rng: random.Random) -> None:
-    start = rng.choice((rng.randrange(len(data)), rng.randrange(header_end(data))))
-    del data[start : start + rng.choice((1, 1, 8, 300))]
-
-
-def edit_length(data: bytearray, rng: random.Random) -> None:
-    end = header_end(data) - 8
-    values = (0, 1, end - 1, end + 1, end + 8, len(data), 2**31, 2**63, 2**64 - 1)
-    data[:8] = struct.pack("<Q", rng.choice((*values, rng.randrange(2 * len(data)))))
-
-
-def swap_blocks(data: bytearray, rng: random.Random) -> None:
-    """Two stretches of rows change places, as if tensors had been mixed up."""
-    size = rng.choice((1, 32, 132, 264))
-    first, second = (rng.randrange(header_end(data), len(data) - size) for _ in range(2))
-    block = data[first : first + size]
-    data[first : first + size] = data[second : second + size]
-    data[second : second + size] = block
-
-
-def swap_tensors(data: bytearray, rng: random.Random) -> None:
-    """Two tensors of the header change their offsets, or their shapes too."""
-    header = json.loads(data[8 : header_end(data)])
-    first, second = rng.sample([name for name in header if name != "__metadata__"], 2)
-    keys = rng.choice((["data_offsets"], ["data_offsets", "shape"], ["shape"], ["dtype"]))
-    for key in keys:
-        header[first][key], header[second][key] = header[second][key], header[first][key]
-    if keys == ["dtype"]:
-        header[first]["dtype"] = rng.choice(("I8", "BOOL", "F8_E4M3", "F16", "x"))
-    if rng.random() < 0.2:
-        header[first + "x"] = header.pop(first)
-    replace_header(data, header)
-
-
 def edit_manifest(data: bytearray, rng: random.Random) -> None:
-    """One value of the manifest changes, its checksum does not."""
-    edit_and_seal_manifest(data, rng, is_sealed=False)
-
-
-def edit_and_seal_manifest(data: bytearray, rng: random.Random, is_sealed: bool = True) -> None:
     """Values of the manifest change, and its checksum with them."""
     header = json.loads(data[8 : header_end(data)])
     manifest = json.loads(header["__metadata__"]["kvquant_file"])
-    for _ in range(rng.choice((1, 1, 1, 2, 5)) if is_sealed else 1):
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
         mutate_json(manifest, rng)
-    seal(header, manifest, is_sealed)
+    seal(header, manifest)
     replace_header(data, header)
 
 
-def edit_and_seal_tensor(data: bytearray, rng: random.Random) -> None:
+def edit_tensor(data: bytearray, rng: random.Random) -> None:
     """Bytes of a tensor change, and both checksums with them: headers become NaN or negative."""
     end = header_end(data)
     header = json.loads(data[8:end])
@@ -171,11 +111,10 @@ def dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def seal(header: dict[str, Any], manifest: Any, is_sealed: bool = True) -> None:
+def seal(header: dict[str, Any], manifest: Any) -> None:
     text, metadata = dump(manifest), header["__metadata__"]
     metadata["kvquant_file"] = text
-    if is_sealed:
-        metadata["kvquant_file_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    metadata["kvquant_file_sha256"] = hashlib.sha256(text.encode()).hexdigest()
 
 
 def replace_header(data: bytearray, header: dict[str, Any]) -> None:
@@ -183,50 +122,8 @@ def replace_header(data: bytearray, header: dict[str, Any]) -> None:
     data[: header_end(data)] = struct.pack("<Q", len(text)) + text
 
 
-RUNS: dict[Mutation, int] = {
-    flip_bits: 1200,
-    change_digits: 600,
-    truncate: 600,
-    insert: 600,
-    delete: 600,
-    edit_length: 300,
-    swap_blocks: 600,
-    swap_tensors: 600,
-    edit_manifest: 600,
-}
-
-
-SHARES = pytest.mark.parametrize("share", mark_slow([8, 1], [8]))  # one of so many mutations
-
-
-@SHARES
-@pytest.mark.parametrize("mutate", RUNS)
-def test_mutated_files_are_refused_or_harmless(
-    tmp_path: Path, mutate: Mutation, share: int
-) -> None:
-    path = tmp_path / "c.safetensors"
-    cache = make_cache()
-    save_cache(cache, path)
-    original, expected = path.read_bytes(), (cache.max_seq_len, contents(cache))
-    rng = random.Random(mutate.__name__)
-    refused = 0
-    for run in range(RUNS[mutate] // share):
-        data = bytearray(original)
-        mutate(data, rng)
-        path.write_bytes(data)
-        try:
-            loaded = load_cache(path)
-        except CheckpointError:
-            refused += 1
-        else:
-            assert (loaded.max_seq_len, contents(loaded)) == expected, (
-                f"run {run} was accepted with other contents"
-            )
-    assert refused > RUNS[mutate] // share // 2
-
-
-@SHARES
-@pytest.mark.parametrize("mutate", [edit_and_seal_manifest, edit_and_seal_tensor])
+@pytest.mark.parametrize("share", mark_slow([8, 1], [8]))  # one of so many mutations
+@pytest.mark.parametrize("mutate", [edit_manifest, edit_tensor])
 def test_sealed_mutations_are_refused_or_hang_together(
     tmp_path: Path, mutate: Mutation, share: int
 ) -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from example_plan import example_plan
 
 from kvquant import KVCache, LatentKVCache
-from kvquant.errors import CheckpointError
 from kvquant.io.checkpoint import save_cache
 from kvquant.io.inspect import describe, render
 
@@ -180,9 +178,3 @@ def test_empty_and_exact_caches_have_no_scales(tmp_path: Path) -> None:
     d = describe(saved(tmp_path, make_keys(), k_format="bf16", v_format="bf16"))
     assert d["layers"][0]["k"]["scale"] is None and d["layers"][0]["k"]["offset"] > 0
     assert d["warnings"] == []
-
-
-def test_a_plan_is_told_as_such(tmp_path: Path) -> None:
-    example_plan().save(tmp_path / "plan.safetensors")
-    with pytest.raises(CheckpointError, match=r"a plan, not a cache: .*`kvquant report` shows it"):
-        describe(tmp_path / "plan.safetensors")

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from paged_cases import DIM, HEADS, LAYERS, PAGE, RECENT, SINKS, begin, extend, make
 
-from kvquant.cli.main import main
 from kvquant.io.inspect import SHOWN, describe, render
 from kvquant.io.sequences import save_sequences
 from kvquant.paged.batch import PagedBatch
@@ -134,10 +132,3 @@ def test_few_of_many_sequences_are_printed_and_none_can_write_to_the_terminal(
     text = render(d)
     assert "\x1b" not in text and f"?[31m{SHOWN - 1}?" in text
     assert f"?[31m{SHOWN}?" not in text and "... and 5 more" in text
-
-
-def test_the_command_prints_both_forms(path: Path) -> None:
-    shown = CliRunner().invoke(main, ["inspect", str(path)])
-    assert shown.exit_code == 0 and shown.output == render(describe(path)) + "\n"
-    found = CliRunner().invoke(main, ["inspect", str(path), "--json"])
-    assert json.loads(found.output) == describe(path)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from invariants import check_invariants
 from latent_pages import from_plan, make
 from latent_plans import latent_plan
@@ -15,9 +14,8 @@ from paged_cases import begin, extend, same, values
 from paged_cases import make as make_plain
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
-from kvquant.cli.main import main
 from kvquant.errors import CheckpointError
-from kvquant.io.inspect import describe
+from kvquant.io.inspect import describe, render
 from kvquant.io.plan import CachePlan
 from kvquant.io.sequences import load_sequences, save_sequences
 
@@ -28,23 +26,18 @@ def test_a_file_fits_caches_of_its_kind_only(tmp_path: Path) -> None:
     batch = LatentPagedBatch(make(), 4, 100)
     begin(batch, "a", 60, range(60))
     path = save_sequences(batch.cache, ["a"], tmp_path / "latent.safetensors")
-    heads = save_sequences(make_plain_with("a"), ["a"], tmp_path / "heads.safetensors")
-    for file, cache, message in (
+    plain = make_plain()
+    plain.allocate("a")
+    heads = save_sequences(plain, ["a"], tmp_path / "heads.safetensors")
+    caches: list[tuple[Path, Any, str]] = [
         (path, make_plain(), "latent is True in the file and False in the cache"),
         (heads, make(), "latent is False in the file and True in the cache"),
         (path, make(fmt="int8-g4"), "layer 0 is int8-g4 and int8-g8 in the file"),
-        (path, make(page_size=32), "page_size is 16 in the file and 32"),
-    ):
+    ]
+    for file, cache, message in caches:
         with pytest.raises(CheckpointError, match=message):
             load_sequences(cache, file)
         assert cache.ids == []
-
-
-def make_plain_with(name: str) -> Any:
-    """A cache of keys and values with an empty sequence."""
-    cache = make_plain()
-    cache.allocate(name)
-    return cache
 
 
 def test_files_remember_the_bases_of_a_plan(tmp_path: Path) -> None:
@@ -77,7 +70,7 @@ def test_inspect_says_what_the_parts_are(tmp_path: Path) -> None:
     assert [layer["format"] for layer in found["layers"]] == options["fmt"]
     assert found["layers"][0]["k"]["format"] == "fp8"
     assert found["layers"][1]["v"]["head_dim"] == 64
-    shown = CliRunner().invoke(main, ["inspect", str(path)]).output
+    shown = render(found)
     assert "latent rows fp8/int4-g8+fp8-g4: 52 tokens" in shown and "RoPE" in shown
     assert "KV head" not in shown
 

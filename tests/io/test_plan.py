@@ -128,11 +128,6 @@ def test_the_plan_of_some_heads_stores_their_rows_as_the_whole_one(
         plan.of_heads(0)  # type: ignore[arg-type]
 
 
-def test_a_plan_for_another_model_is_refused(path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"was made for a 'llama' model.*calibrate this"):
-        CachePlan.load(path, model=CONFIG | {"hidden_size": 65})
-
-
 def edited(path: Path, edit: Edit) -> None:
     """Edit a plan, as a hostile writer would: checksums and shapes are made to fit."""
 
@@ -175,20 +170,17 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "empty": (set_in("layers", value=[]), "layers is .*: it must be array of length >= 1"),
     "no model": (lambda facts, _: facts.pop("model"), "lacks one: .* model"),
     "model": (set_in("model", value=3), "model is 3"),
-    "basis": (set_in("layers", 0, "k", "basis", value="dct"), r"layers\[0\].k.basis is 'dct': "),
-    "rounding": (
-        set_in("layers", 0, "k", "rounding", value="up"),
-        r"k.rounding is 'up': .*nearest",
+    "basis": (
+        set_in("layers", 0, "k", "basis", value="hadamard"),
+        r"layers\[0\].k.basis is 'hadamard': .*matrix",
     ),
+    "rounding": (set_in("layers", 0, "k", "rounding", value="up"), "k.rounding is 'up': .*nearest"),
     "codec": (set_in("layers", 0, "k", "format", value="int5"), "'int5' does not exist"),
     "no format": (set_in("layers", 0, "k", "format", value=4), r"k.format is 4: .* str"),
     "feedback": (set_in("layers", 0, "k", "rounding", value="feedback"), "k.'feedback' is missing"),
-    "other basis": (
-        put("v.matrix", lambda x: x.mul_(2)),
-        r"layers\[1\].v.basis is 'hadamard', and",
-    ),
+    "other basis": (put("v.matrix", lambda x: x.mul_(2)), r"layers\[1\].v.basis is 'none', and"),
     "kept": (set_in("layers", 2, "k", "format", value="int4"), r"layers\[2\] is kept in 16 bit"),
-    "kept basis": (set_in("layers", 2, "v", "basis", value="hadamard"), "is kept in 16 bit"),
+    "kept basis": (set_in("layers", 2, "v", "basis", value="matrix"), "is kept in 16 bit"),
     "bits": (set_in("bits", value=4.25), "bits is 4.25: the formats have 9.0"),
     "no bits": (set_in("bits", value=float("nan")), "bits is nan"),
     "missing": (lambda _, tensors: tensors.pop("k.offset"), "k.offset and v.offset of .* missing"),
@@ -201,10 +193,7 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "matrix": (put("k.matrix", lambda x: x[..., :63]), "'k.matrix' is"),
     "clip": (put("v.clip.int4", lambda x: x.T), "'v.clip.int4' is"),
     "heads of others": (lambda _, x: x.update({"k.old": torch.zeros(3)}), "'k.old' is .* must be"),
-    "dtype": (
-        put("k.offset", lambda x: x.int()),
-        "'k.offset' is torch.int32 .*: it must be torch.float32",
-    ),
+    "dtype": (put("k.offset", lambda x: x.int()), "torch.int32 .*: it must be torch.float32"),
     "nan": (put("v.offset", lambda x: x.fill_(torch.nan)), "'v.offset' has values that are not"),
     "inf": (put("k.offset", lambda x: x.fill_(torch.inf)), "'k.offset' has values that are not"),
     "share": (put("k.clip.int4", lambda x: x.fill_(1.5)), r"shares that are not in \(0, 1\]"),
@@ -263,12 +252,12 @@ def test_golden_files_still_load(path: Path) -> None:
     latent = CachePlan.load(DATA / "plan-latent.safetensors")
     assert latent.is_latent and latent.formats == [("int4-g8", "int8-g4")]
     basis = latent.layers[0]
-    assert (basis.k.kind, basis.v.kind) == ("hadamard", "matrix")
+    assert (basis.k.kind, basis.v.kind) == ("none", "matrix")
     assert torch.equal(basis.k.offset, torch.arange(256)[None] / 64 - 2.0)
 
 
 def test_a_large_plan_of_no_head_dim_is_refused_before_it_costs_memory(path: Path) -> None:
-    side = {"format": "int4", "basis": "hadamard", "rounding": "nearest"}
+    side = {"format": "int4", "basis": "none", "rounding": "nearest"}
 
     def edit(facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors.clear()
@@ -281,7 +270,7 @@ def test_a_large_plan_of_no_head_dim_is_refused_before_it_costs_memory(path: Pat
         CachePlan.load(path)
 
 
-def test_other_files_are_no_plans(tmp_path: Path, plan: CachePlan, path: Path) -> None:
+def test_other_files_are_no_plans(tmp_path: Path, plan: CachePlan) -> None:
     save_cache(filled(plan), tmp_path / "cache.safetensors")
     with pytest.raises(CheckpointError, match=r"a kvquant cache: .* `kvquant inspect`"):
         CachePlan.load(tmp_path / "cache.safetensors")
@@ -289,8 +278,6 @@ def test_other_files_are_no_plans(tmp_path: Path, plan: CachePlan, path: Path) -
         CachePlan.load(".")
     with pytest.raises(FileNotFoundError):
         CachePlan.load(tmp_path / "none.safetensors")
-    with pytest.raises(CheckpointError, match="this is a plan, not a cache"):
-        load_cache(path)
 
 
 def test_a_saved_cache_goes_on_with_its_plan(plan: CachePlan, tmp_path: Path) -> None:
@@ -348,17 +335,17 @@ DOORS: dict[str, Callable[[Any, LlamaForCausalLM, Path], Any]] = {
     "QuantizedCache": lambda plan, model, _: QuantizedCache(model, plan=plan)._outline.bases,
     "fold_values": lambda plan, model, _: CachedModel(model).fold_values(plan).layers,
     "Planned": lambda plan, model, _: Planned(plan).plan.layers,
+    "LatentKVCache": lambda plan, model, _: LatentKVCache.from_plan(plan, 1, 8).bases,
+    "LatentPagedKVCache": lambda plan, model, _: LatentPagedKVCache.from_plan(plan, 4).bases,
 }
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_path_is_taken_wherever_a_plan_is(
-    door: Callable[[Any, LlamaForCausalLM, Path], Any], tmp_path: Path
-) -> None:
-    config = LlamaConfig(**SIZES)
+@pytest.mark.parametrize("name", DOORS)
+def test_a_path_is_taken_wherever_a_plan_is(name: str, tmp_path: Path) -> None:
+    config, door = LlamaConfig(**SIZES), DOORS[name]
     plan, path = example_plan(), tmp_path / "plan.safetensors"
     facts = {**plan.with_formats("int8").facts, "model": model_identity(config.to_dict())}
-    plan = CachePlan(facts, plan.tensors)
+    plan = latent_plan() if "Latent" in name else CachePlan(facts, plan.tensors)
     plan.save(path)
     make = partial(AutoModelForCausalLM.from_config, config, attn_implementation="kvquant")
     models = [make() for _ in "abc"]
@@ -366,22 +353,6 @@ def test_a_path_is_taken_wherever_a_plan_is(
     found = [door(one, model, tmp_path) for one, model in zip(given, models, strict=True)]
     assert found[0]
     assert fingerprints(found[0]) == fingerprints(found[1]) == fingerprints(found[2])
-
-
-@pytest.mark.parametrize(
-    "door",
-    [
-        lambda plan: LatentKVCache.from_plan(plan, 1, 8).bases,
-        lambda plan: LatentPagedKVCache.from_plan(plan, 4).bases,
-    ],
-    ids=["LatentKVCache", "LatentPagedKVCache"],
-)
-def test_a_path_is_taken_wherever_a_plan_of_latent_rows_is(
-    door: Callable[[Any], Any], tmp_path: Path
-) -> None:
-    plan, path = latent_plan(), tmp_path / "plan.safetensors"
-    plan.save(path)
-    assert fingerprints(door(plan)) == fingerprints(door(str(path))) == fingerprints(door(path))
 
 
 def test_a_plan_of_latent_rows_is_read_as_it_was_written(tmp_path: Path) -> None:

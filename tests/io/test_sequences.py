@@ -234,8 +234,7 @@ def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
         save_sequences(cache, ["a", "b"], path)
     load_sequences(make(), path)
     forge(
-        path,
-        lambda _, tensors: tensors["layers.1.k_exact"].view(torch.bfloat16)[-5, 1].fill_(-1e5),
+        path, lambda _, tensors: tensors["layers.1.k_exact"].view(torch.bfloat16)[-5, 1].fill_(-1e5)
     )
     with pytest.raises(CheckpointError, match=message):
         load_sequences(make(), path)

@@ -37,13 +37,8 @@ def make(sinks: int = 0, recent: int = 0, **options: Any) -> PagedKVCache:
 def sequence(
     name: int | str, length: int, pages: Sequence[int], tokens: Sequence[int] = (), packed: int = -1
 ) -> dict[str, Any]:
-    return {
-        "id": name,
-        "length": length,
-        "packed_len": length if packed < 0 else packed,
-        "pages": list(pages),
-        "tokens": list(tokens),
-    }
+    lens = {"length": length, "packed_len": length if packed < 0 else packed}
+    return {"id": name, **lens, "pages": list(pages), "tokens": list(tokens)}
 
 
 def forge(path: Path, sequences: list[dict[str, Any]], sinks: int = 0, recent: int = 0) -> Path:
@@ -55,25 +50,12 @@ def forge(path: Path, sequences: list[dict[str, Any]], sinks: int = 0, recent: i
     for side in "kv":
         tensors[f"layers.0.{side}_pages"] = quantize_rows(of_pages, INT8)
         tensors[f"layers.0.{side}_exact"] = quantize_rows(torch.full((exact, 1, DIM), 100.0), BF16)
-    write(
-        path,
-        {
-            "format": "kvquant.sequences",
-            "version": 1,
-            "writer": "x",
-            "num_kv_heads": 1,
-            "page_size": PAGE,
-            "sink_len": sinks,
-            "recent_len": recent,
-            "exact_format": "bf16",
-            "layers": [{side: {"format": "int8", "head_dim": DIM} for side in "kv"}],
-            "sequences": sequences,
-            "model": None,
-            "creation": {},
-            "transforms": [],
-        },
-        {name: rows for name, rows in tensors.items() if rows.numel()},
-    )
+    top: dict[str, Any] = {"format": "kvquant.sequences", "version": 1, "writer": "x"}
+    top |= {"num_kv_heads": 1, "model": None, "creation": {}, "transforms": []}
+    top |= {"page_size": PAGE, "sink_len": sinks, "recent_len": recent, "exact_format": "bf16"}
+    top |= {"layers": [{side: {"format": "int8", "head_dim": DIM} for side in "kv"}]}
+    top["sequences"] = sequences
+    write(path, top, {name: rows for name, rows in tensors.items() if rows.numel()})
     return path
 
 

@@ -20,7 +20,7 @@ from saved_kinds import KINDS, Kind
 
 from kvquant.errors import CheckpointError
 from kvquant.io import tensor_files as files
-from kvquant.io.export import RawFile, quantize_raw
+from kvquant.io.export import quantize_raw
 from kvquant.io.plan import CachePlan
 from kvquant.io.tensor_files import DTYPES, SafetensorsFile, TensorSource, save_safetensors
 
@@ -43,14 +43,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 SHAPES = ((), (0,), (3,), (2, 0, 5), (3, 4, 5))
-
-
-def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
-    path, entry = tmp_path / "long", {"dtype": "U8", "shape": [2**62] * 100_000}
-    text = json.dumps({"a": entry | {"data_offsets": [0, 0]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    with pytest.raises(CheckpointError, match="length <= 64"):
-        SafetensorsFile(path)
 
 
 def test_our_files_are_those_of_the_library(tmp_path: Path) -> None:
@@ -115,6 +107,7 @@ ODD = {
     "truth": build({"a": entry(0, 1, shape=[True])}, b"a"),
     "huge": build({"a": entry(0, 2, shape=[2**64])}, b"ab"),
     "product": build({"a": entry(0, 0, shape=[2**40, 2**40])}),
+    "many sizes": build({"a": entry(0, 0, shape=[2**62] * 100_000)}),  # at once, not in minutes
     "key": build({"a": entry(0, 2) | {"x": 1}}, b"ab"),
     "no key": build({"a": {"dtype": "U8", "shape": [2]}}, b"ab"),
     "no object": build({"a": 1}),
@@ -276,20 +269,6 @@ def test_a_file_is_one_snapshot(
         if left > 0:  # there are no more reads
             break
     assert how == "replaced" or refused
-
-
-def test_raw_files_that_change_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "raw.safetensors"
-    tensors = {f"layers.{i}.{side}": torch.zeros(1, 1, 4, 64) for i in range(2) for side in "kv"}
-    save_file(tensors, path)
-    data = path.read_bytes()
-    with RawFile(path) as file:
-        assert not file.layer(0)[0].any()
-        path.write_bytes(data[:-4] + struct.pack("<f", 1.0))  # of the same length
-        with pytest.raises(CheckpointError, match="is being written to"):
-            file.layer(1)
-    with RawFile(path) as file:
-        assert float(file.layer(1)[1].max()) == 1.0
 
 
 def test_a_tensor_larger_than_memory_is_refused_before_it_is_made(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("lm_eval", reason="needs the lm-eval extra")
-from transformers.cache_utils import DynamicCache
+from hf_cases import RoundedCache
 
 import kvquant.lm_eval.batches
 import kvquant.lm_eval.model
@@ -38,24 +38,32 @@ PAIRS = [
 ]
 
 
-class Rounding(DynamicCache):
-    """transformers' cache, with keys and values of bfloat16."""
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (one.bfloat16().float() for one in (key_states, value_states))
-        return super().update(keys, values, layer_idx, *args, **options)
+class Rounding(RoundedCache):
+    dtype = torch.bfloat16
 
 
 @pytest.fixture(scope="module")
 def model() -> CachedModel:
     return CachedModel.from_pretrained(MODEL)
+
+
+@pytest.fixture
+def stepped(model: CachedModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each step of the model has."""
+    counts: list[int] = []
+    stepper = model.stepper
+
+    def counting(cache: Any, num_tokens: int) -> Any:
+        step = stepper(cache, num_tokens)
+
+        def counted(tokens: torch.Tensor) -> torch.Tensor:
+            counts.append(len(tokens))
+            return step(tokens)
+
+        return counted
+
+    monkeypatch.setattr(model, "stepper", counting)
+    return counts
 
 
 def requests(*args: tuple[Any, ...]) -> list[Any]:
@@ -107,34 +115,26 @@ def in_int4(model: CachedModel, before: list[int], scored: list[int]) -> float:
     return scored_by(partial(model.step, packed), [before[-1], *scored[:-1]], scored)
 
 
-def test_16_bit_scores_are_those_of_a_forward_pass_but_for_the_roundings(
-    model: CachedModel,
+@pytest.mark.parametrize(("cache", "batch_size"), [(EXACT, 2), (PACKED, 1), (PACKED, 3)])
+def test_scores_are_those_of_a_loop_over_the_rows_of_the_cache(
+    model: CachedModel, cache: str, batch_size: int
 ) -> None:
     given = [tokens_of(model, *pair) for pair in PAIRS]
     exact = torch.tensor([forward(model, *one) for one in given])
-    rounded = torch.tensor([in_16_bit(model, *one) for one in given])
-    found = KvquantLM(model, EXACT, batch_size=2).loglikelihood(requests(*PAIRS), True)
-    scores = torch.tensor([one for one, _ in found])
-    moved = float((rounded - exact).abs().max())  # by bfloat16 keys and values
-    assert 1e-4 < moved < 0.1
-    assert (scores - exact).abs().max() < 2 * moved
-    # sums in another order round less than a 16th of the elements to a neighbour: errors add up as
-    # their squares do
-    assert (scores - rounded).abs().max() < moved / 4
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_packed_scores_are_those_of_a_loop_over_packed_rows(
-    model: CachedModel, batch_size: int
-) -> None:
-    given = [tokens_of(model, *pair) for pair in PAIRS]
-    exact = torch.tensor([forward(model, *one) for one in given])
-    packed = torch.tensor([in_int4(model, *one) for one in given])
-    lm = KvquantLM(model, PACKED, batch_size=batch_size)
+    by_loop = in_16_bit if cache == EXACT else in_int4
+    wanted = torch.tensor([by_loop(model, *one) for one in given])
+    lm = KvquantLM(model, cache, batch_size=batch_size)
     scores = torch.tensor([one for one, _ in lm.loglikelihood(requests(*PAIRS), True)])
-    # that all elements are packed; one that another order of sums moves is one of 10,000 and more
-    assert (packed - exact).abs().min() > 1e-3, "each reads packed rows, single tokens too"
-    assert (scores - packed).abs().max() < (packed - exact).abs().max() / 10
+    moved = (wanted - exact).abs()  # by the roundings of keys and values
+    if cache == EXACT:
+        assert 1e-4 < moved.max() < 0.1
+        # sums in another order round less than a 16th of the elements to a neighbour: errors add
+        # up as their squares do
+        assert (scores - wanted).abs().max() < moved.max() / 4
+    else:
+        # that all elements are packed; one that another order of sums moves is one of 10,000
+        assert moved.min() > 1e-3, "each reads packed rows, single tokens too"
+        assert (scores - wanted).abs().max() < moved.max() / 10
 
 
 def test_greedy_is_told_of_the_likeliest_continuation(model: CachedModel) -> None:
@@ -147,27 +147,16 @@ def test_greedy_is_told_of_the_likeliest_continuation(model: CachedModel) -> Non
 
 
 def test_a_context_is_read_once_and_equal_tokens_are_fed_once(
-    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+    model: CachedModel, stepped: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, ...]] = []
-    stepped: list[int] = []
-    prefill, stepper = model.prefill, model.stepper
+    prefill = model.prefill
 
     def count_prefill(cache: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         read.append(tuple(tokens.shape))
         return prefill(cache, tokens, **options)
 
-    def count_steps(cache: Any, num_tokens: int) -> Any:
-        step = stepper(cache, num_tokens)
-
-        def counted(tokens: torch.Tensor) -> torch.Tensor:
-            stepped.append(len(tokens))
-            return step(tokens)
-
-        return counted
-
     monkeypatch.setattr(model, "prefill", count_prefill)
-    monkeypatch.setattr(model, "stepper", count_steps)
     lm = KvquantLM(model, PACKED, batch_size=2)
     asked = [
         (None, [5] * 90, [7]),
@@ -283,29 +272,12 @@ def test_texts_end_at_stops_ends_and_the_most_tokens(
     assert lm.get_model_info()["kvquant"]["requests"] == 8
 
 
-def test_a_text_ends_decoding_when_it_has_its_stop(
-    model: CachedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm = KvquantLM(model, EXACT)
+def test_a_text_ends_decoding_when_it_has_its_stop(model: CachedModel, stepped: list[int]) -> None:
     context, _ = next(iter(SURE.items()))
     text, tokens = sure_text(model, context, 3)
-    steps = 0
-    stepper = model.stepper
-
-    def counting(cache: Any, num_tokens: int) -> Any:
-        step = stepper(cache, num_tokens)
-
-        def counted(tokens: torch.Tensor) -> torch.Tensor:
-            nonlocal steps
-            steps += 1
-            return step(tokens)
-
-        return counted
-
-    monkeypatch.setattr(model, "stepper", counting)
     last = model.decode(tokens[2:])
-    assert generated(lm, context, until=last, max_gen_toks=100) == [text.removesuffix(last)]
-    assert steps == 2
+    found = generated(KvquantLM(model, EXACT), context, until=last, max_gen_toks=100)
+    assert found == [text.removesuffix(last)] and stepped == [1, 1]
 
 
 def test_samples_follow_the_seed_and_differ_from_one_another(model: CachedModel) -> None:
@@ -326,22 +298,6 @@ def test_packed_rows_change_texts(model: CachedModel) -> None:
     )
     assert all(exact) and all(packed)
     assert any(one != other for one, other in zip(exact, packed, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"num_beams": 4}, "num_beams=4, which kvquant does not serve"),
-        ({"do_sample": True, "top_p": 0.9}, "top_p=0.9, which kvquant does not serve"),
-        ({"max_gen_toks": 4096}, "max_gen_toks is 4096, and max_length 4096 has room for 1 to"),
-        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
-    ],
-)
-def test_settings_that_are_not_served_are_told(
-    model: CachedModel, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        generated(KvquantLM(model, EXACT), WORDS, **settings)
 
 
 def test_contexts_leave_room_for_the_text(model: CachedModel) -> None:
@@ -402,15 +358,34 @@ def test_chats_are_written_by_the_template(
     assert "/" not in KvquantLM(model, EXACT).tokenizer_name
 
 
-def test_what_cannot_be_evaluated_is_told_before_work_begins(model: CachedModel) -> None:
-    with pytest.raises(ConfigError, match="max_length 4097 is beyond the 4096 positions"):
-        KvquantLM(model, EXACT, max_length=4097)
-    with pytest.raises(ConfigError, match="'int6' is no format"):
-        KvquantLM(model, "int6")
-    with pytest.raises(ConfigError, match="batch_size 0 is not possible"):
-        KvquantLM(model, EXACT, batch_size=0)
-    with pytest.raises(ConfigError, match="lm_eval needs a tokenizer, and this CachedModel has"):
-        KvquantLM(CachedModel(model.model), EXACT)
+def writes(**settings: Any) -> Callable[[CachedModel], Any]:
+    return lambda model: generated(KvquantLM(model, EXACT), WORDS, **settings)
+
+
+REFUSED: list[tuple[Callable[[CachedModel], Any], str]] = [
+    (writes(num_beams=4), "num_beams=4, which kvquant does not serve"),
+    (writes(do_sample=True, top_p=0.9), "top_p=0.9, which kvquant does not serve"),
+    (writes(max_gen_toks=4096), "max_gen_toks is 4096, and max_length 4096 has room for 1 to"),
+    (writes(max_gen_toks=0), "max_gen_toks is 0"),
+    (lambda model: KvquantLM(model, EXACT, max_length=4097), "is beyond the 4096 positions"),
+    (lambda model: KvquantLM(model, "int6"), "'int6' is no format"),
+    (lambda model: KvquantLM(model, EXACT, batch_size=0), "batch_size 0 is not possible"),
+    (
+        lambda model: KvquantLM(CachedModel(model.model), EXACT),
+        "lm_eval needs a tokenizer, and this CachedModel has",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_is_not_served_is_told(
+    model: CachedModel, call: Callable[[CachedModel], Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call(model)
+
+
+def test_a_text_without_a_context_needs_a_first_token(model: CachedModel) -> None:
     lm = KvquantLM(model, EXACT)
     lm.tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=3)
     assert lm.prefix_token_id == lm.eot_token_id == 3

@@ -63,7 +63,7 @@ def angles(num_tokens: int) -> Rope:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str) -> None:
     weight = torch.randn(32, 2 * (64 + 96), requires_grad=True)
-    basis = Basis(torch.randn(2, 64), "hadamard")
+    basis = Basis(torch.randn(2, 64))
 
     def step(x: torch.Tensor, slots: Slots, rope: Rope, rows: dict[str, Any]) -> Any:
         k, v = (x @ weight).view(-1, 2, 160).split([64, 96], dim=-1)
@@ -128,18 +128,6 @@ def test_layers_of_a_pool_are_written_in_place_and_read_in_order(compiler: str) 
             assert not any(allocation in text for text in code), "a copy of the pool"
 
 
-def test_one_function_serves_rows_of_other_formats() -> None:
-    compiled = torch.compile(append_rows, fullgraph=True, backend="aot_eager")
-    for name in ("int4-g4", "int8-g8", "int3", "int2", "bf16"):
-        fmt = RowFormat.parse(name, 64)
-        x = torch.randn(6, 2, 64)
-        found, expected = torch.zeros(2, 1, 2, 8, fmt.row_bytes, dtype=torch.uint8)
-        options: Any = {"k_format": fmt, "v_format": fmt, "backend": "reference"}
-        for call, rows in ((compiled, found), (append_rows, expected)):
-            call(x, x, rows, torch.zeros_like(rows), Slots(torch.arange(6)), **options)
-        assert torch.equal(found, expected) and bool(found.any())
-
-
 def test_what_does_not_fit_is_refused_while_a_graph_is_traced() -> None:
     rows, slots = make_storage(), make_slots(4)
     k, v = torch.randn(4, 2, 64), torch.randn(4, 2, 96)
@@ -190,8 +178,8 @@ def append_arguments(exact: bool) -> tuple[Any, ...]:
     if not exact:
         slots, rows = Slots(slots.packed), rows | {"exact_k": None, "exact_v": None}
     fitted = torch.randn(2, 96, 96), torch.tensor([0.9, 1.0]), torch.eye(96).repeat(2, 1, 1)
-    of_k = k, rows["k_rows"], "int4-g4", rows["exact_k"], torch.randn(2, 64), True, None, None, None
-    of_v = v, rows["v_rows"], "fp8", rows["exact_v"], None, False, *fitted
+    of_k = k, rows["k_rows"], "int4-g4", rows["exact_k"], torch.randn(2, 64), None, None, None
+    of_v = v, rows["v_rows"], "fp8", rows["exact_v"], None, *fitted
     return *of_k, *of_v, *slots, "fp16", *rope, rows["bad"] if exact else None, None
 
 

@@ -10,6 +10,7 @@ import torch
 from attend import attend_segments
 from fake_cuda import FakeDriver, OnCuda, make_query, make_segment
 from relative_l2 import relative_l2
+from segment_cases import lens
 
 from kvquant import (
     RowFormat,
@@ -28,10 +29,7 @@ from kvquant.rows.variant import AttentionVariant
 
 INT4 = RowFormat.parse("int4-g4", 64)
 BACKENDS = ("cpu", "reference")
-
-
-def lens(*counts: int) -> torch.Tensor:
-    return torch.tensor(counts, dtype=torch.int32)
+BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4, "return_lse": True}
 
 
 def packed(
@@ -42,14 +40,6 @@ def packed(
         quantize_rows(torch.randn(*shape, k_format.head_dim), k_format),
         quantize_rows(torch.randn(*shape, v_format.head_dim), v_format),
     )
-
-
-def state(
-    q: torch.Tensor, *args: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    result = decode_attention(q, *args, return_lse=True, **options)
-    assert isinstance(result, tuple)
-    return result
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 8])
@@ -84,7 +74,7 @@ def test_a_sequence_without_tokens_gives_zeros_and_minus_inf(backend: str) -> No
     rows[1] = packed(2, 4)[0]
     q = torch.randn(3, 4, 64)
     for seq_lens in (lens(0, 4, 0), lens(0, 0, 0)):
-        out, lse = state(q, rows, rows, seq_lens, k_format=INT4, v_format=INT4, backend=backend)
+        out, lse = decode_attention(q, rows, rows, seq_lens, **BOTH, backend=backend)
         for b, seq_len in enumerate(seq_lens.tolist()):
             assert bool(out[b].any()) == bool(seq_len)
             assert bool((lse[b] == -torch.inf).all()) == (seq_len == 0)
@@ -97,7 +87,7 @@ def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: 
     k_rows, v_rows = packed(1, 2, 9)
     q = torch.randn(1, 4, 64).to(dtype)
     options: Any = {"k_format": INT4, "v_format": INT4, "backend": backend}
-    out, lse = state(q, k_rows, v_rows, lens(9), **options)
+    out, lse = decode_attention(q, k_rows, v_rows, lens(9), **options, return_lse=True)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     alone = decode_attention(q, k_rows, v_rows, lens(9), **options)
@@ -117,7 +107,7 @@ def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> Non
         for spoiled in (0, 1):
             rows = packed(1, 2, 300)
             rows[spoiled][0, 1, at] = bad
-            out, lse = state(q, *rows, lens(300), k_format=INT4, v_format=INT4, backend=backend)
+            out, lse = decode_attention(q, *rows, lens(300), **BOTH, backend=backend)
             assert bool(out[0, :2].isfinite().all()), "the other KV head"
             assert bool(out[0, 2:].isnan().all()), f"{'KV'[spoiled]} of token {at} is NaN"
             assert bool(lse[0, 2:].isnan().all()) == (spoiled == 0)
@@ -177,9 +167,7 @@ def test_calls_without_query_heads_are_checked() -> None:
     k_rows, v_rows = packed(1, 2, 9)
     for seq_len in (-1, 10):
         with pytest.raises(ShapeError, match="seq_lens of sequence 0"):
-            state(
-                torch.zeros(1, 0, 64), k_rows, v_rows, lens(seq_len), k_format=INT4, v_format=INT4
-            )
+            decode_attention(torch.zeros(1, 0, 64), k_rows, v_rows, lens(seq_len), **BOTH)
 
 
 def test_queries_and_variants_are_checked_for_rows_in_a_basis() -> None:

@@ -102,24 +102,12 @@ def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: boo
         assert torch.equal(out, expected)
 
 
-def test_one_function_serves_rows_of_other_formats() -> None:
-    compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
-    q, lens = torch.randn(2, 4, 64), torch.tensor([20, 3], dtype=torch.int32)
-    for name in ("int4-g4", "int8-g8", "int3", "bf16"):
-        fmt = RowFormat.parse(name, 64)
-        rows = quantize_rows(torch.randn(2, 2, 20, 64), fmt)
-        for given in (fmt, name):
-            options: Any = {"k_format": given, "v_format": given, "backend": "reference"}
-            found = compiled(q, rows, rows, lens, **options)
-            assert torch.equal(found, decode_attention(q, rows, rows, lens, **options))
-
-
 @pytest.mark.parametrize("kind", mark_slow([None, "none", "matrix"], ["none"]))
 def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None) -> None:
     bases = None
     if kind is not None:
         matrix = torch.eye(64) + 0.1 * torch.randn(2, 64, 64) if kind == "matrix" else None
-        bases = [LayerBasis(*(Basis(torch.randn(2, 64), kind, matrix) for _ in "kv"))]
+        bases = [LayerBasis(*(Basis(torch.randn(2, 64), matrix) for _ in "kv"))]
     cache = KVCache(1, 3, 2, 64, 100, sink_len=4, recent_len=16, bases=bases)
     k, v = torch.randn(2, 3, 2, 60, 64)
     cache.append(0, k, v, torch.tensor([60, 2, 0]))
@@ -138,24 +126,6 @@ def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None
     assert counter.frame_count <= 2, "one graph for the first shapes, one for all others"
     with pytest.raises(Exception, match=r"q_lens is .*: it must be .3."):
         compiled(q, q_lens[:2])  # the type is torch's
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_a_cache_is_attended_in_one_graph_while_it_grows(compiler: str) -> None:
-    cache = KVCache(2, 2, 2, 64, 300, sink_len=4, recent_len=16, v_format=["int8", "int4-g2"])
-    k, v = torch.randn(2, 2, 2, 100, 64)
-
-    def attend(q: torch.Tensor) -> Any:
-        return cache.attend(1, 2 * q, return_lse=True)
-
-    counter = CompileCounterWithBackend(compiler)
-    compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    for tokens in (100, 1, 7):
-        cache.append(1, k[:, :, :tokens], v[:, :, :tokens])
-        q = torch.randn(2, 4, 64)
-        for part, expected in zip(compiled(q), attend(q), strict=True):
-            torch.testing.assert_close(part, expected)
-    assert counter.frame_count == 1
 
 
 def test_one_graph_serves_all_numbers_of_splits() -> None:

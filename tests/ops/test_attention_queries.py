@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
+from decode_rows import State, lens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment_cases import HEADS, State, assert_close, lens, packed, segments_of
+from segment_cases import HEADS, assert_close, packed, segments_of
 from slow_cases import mark_slow
 
 from kvquant import RowFormat, decode_attention

@@ -8,16 +8,13 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, OnCuda
 from refusals import refused
+from segment_cases import lens
 
 from kvquant import AttentionVariant, RowFormat, decode_attention, reference_attention
 from kvquant.ops import attention
 from kvquant.rows.segment import check_segments
 
 INT4 = RowFormat.parse("int4-g4", 128)
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def byte(*shape: int) -> torch.Tensor:
@@ -27,7 +24,7 @@ def byte(*shape: int) -> torch.Tensor:
 Q, MANY = torch.zeros(2, 8, 128).bfloat16(), torch.zeros(2, 3, 8, 128).bfloat16()
 RAGGED = torch.zeros(6, 8, 128).bfloat16()
 ROWS, PAGES = byte(2, 2, 64, 80), byte(8, 2, 16, 80)
-GIVEN: dict[str, Any] = {"q": Q, "k_rows": ROWS, "v_rows": ROWS.clone(), "seq_lens": ints(8, 3)}
+GIVEN: dict[str, Any] = {"q": Q, "k_rows": ROWS, "v_rows": ROWS.clone(), "seq_lens": lens(8, 3)}
 GIVEN |= {"k_format": INT4, "v_format": INT4}
 TABLE = torch.zeros(2, 4, dtype=torch.int32)
 PAGED: dict[str, Any] = {"k_rows": PAGES, "v_rows": PAGES.clone(), "block_table": TABLE}
@@ -62,7 +59,7 @@ CASES: list[Case] = [
     ({"k_rows": ROWS[:, :0], "v_rows": ROWS[:, :0]}, "ShapeError: does not fit rows"),
     ({"k_rows": byte(2, 2, 64, 160)[..., ::2]}, "ShapeError: contiguous"),
     ({"v_rows": byte(2, 2, 64, 160)[..., ::2]}, "ShapeError: contiguous"),
-    ({"seq_lens": ints(3)}, "ShapeError: seq_lens is [1]: it must be [2]"),
+    ({"seq_lens": lens(3)}, "ShapeError: seq_lens is [1]: it must be [2]"),
     (other(torch.int64, "seq_lens"), "ConfigError: seq_lens is torch.int64: use int32"),
     ({"k_format": "int5"}, "ConfigError: format 'int5' does not exist"),
     ({"v_format": ["int4"]}, "ConfigError: ['int4']"),
@@ -74,7 +71,7 @@ CASES: list[Case] = [
     (PAGED | {"block_table": TABLE[0]}, "ShapeError: block_table is [4]: it must be [batch, max_p"),
     (PAGED | {"block_table": TABLE[:1]}, "ShapeError: seq_lens is [2]: it must be [1]"),
     (
-        PAGED | {"block_table": TABLE[:1], "seq_lens": ints(8)},
+        PAGED | {"block_table": TABLE[:1], "seq_lens": lens(8)},
         "ShapeError: q [2, 8, 128] does not fit rows [8, 2, 16, 80] with block_table [1, 4]",
     ),
     *(
@@ -83,10 +80,10 @@ CASES: list[Case] = [
     ),
     (PAGED | {"v_rows": PAGES[:5]}, "ShapeError: must both be [num_pages, num_kv_heads, page_size"),
     # several queries a sequence
-    ({"q": MANY, "q_lens": ints(3)}, "ShapeError: q_lens is [1]: it must be [2]"),
-    ({"q": MANY, "q_lens": ints(3, 3).long()}, "ConfigError: q_lens is torch.int64: use int32"),
-    ({"q_lens": ints(1, 1)}, "ShapeError: q_lens are given with q [2, 8, 128]: they need"),
-    ({"q": MANY[:1], "q_lens": ints(3, 3)}, "ShapeError: q_lens is [2]: it must be [1]"),
+    ({"q": MANY, "q_lens": lens(3)}, "ShapeError: q_lens is [1]: it must be [2]"),
+    ({"q": MANY, "q_lens": lens(3, 3).long()}, "ConfigError: q_lens is torch.int64: use int32"),
+    ({"q_lens": lens(1, 1)}, "ShapeError: q_lens are given with q [2, 8, 128]: they need"),
+    ({"q": MANY[:1], "q_lens": lens(3, 3)}, "ShapeError: q_lens is [2]: it must be [1]"),
     ({"q": MANY[:, :, :3]}, "ShapeError: num_q_heads a multiple of num_kv_heads"),
     ({"q": MANY[..., :64]}, "ConfigError: int4-g4 has head_dim 128, not 64"),
     # ragged queries
@@ -94,21 +91,21 @@ CASES: list[Case] = [
         ({"q": RAGGED, "q_indptr": at}, text)
         for at, text in (
             ([0, 3, 6], "ConfigError: q_indptr is of type list: give a tensor"),
-            (ints(0, 3, 6).long(), "ConfigError: q_indptr is torch.int64: use int32"),
-            (ints(0, 3, 6)[None], "ShapeError: it must be [batch + 1]"),
-            (ints(0, 3, 4, 6), "ShapeError: q_indptr [batch + 1] [4] does not fit rows [2, "),
+            (lens(0, 3, 6).long(), "ConfigError: q_indptr is torch.int64: use int32"),
+            (lens(0, 3, 6)[None], "ShapeError: it must be [batch + 1]"),
+            (lens(0, 3, 4, 6), "ShapeError: q_indptr [batch + 1] [4] does not fit rows [2, "),
         )
     ),
     (
-        {"q": RAGGED[None], "q_indptr": ints(0, 3, 6)},
+        {"q": RAGGED[None], "q_indptr": lens(0, 3, 6)},
         "ShapeError: q_indptr is given with q [1, 6, 8, 128]: it needs q [total, num_q_heads, head",
     ),
     (
-        {"q": RAGGED, "q_indptr": ints(0, 3, 6), "q_lens": ints(3, 3)},
+        {"q": RAGGED, "q_indptr": lens(0, 3, 6), "q_lens": lens(3, 3)},
         "ShapeError: q_lens and q_indptr are both given: use q_indptr with",
     ),
     (
-        variant(tree_mask=TREE) | {"q": RAGGED, "q_indptr": ints(0, 3, 6)},
+        variant(tree_mask=TREE) | {"q": RAGGED, "q_indptr": lens(0, 3, 6)},
         "ShapeError: a tree_mask is given with q [6, 8, 128]: it needs q [batch, q_len",
     ),
     # variants
@@ -128,10 +125,10 @@ ELSEWHERE: list[Case] = [
     (other("meta", "k_rows"), "DeviceError: q is on cpu, k_rows on meta"),
     (other("meta", "v_rows"), "DeviceError: q is on cpu, v_rows on meta"),
     (PAGED | other("meta", "block_table"), "DeviceError: q is on cpu, block_table on meta"),
-    ({"q": MANY, "q_lens": ints(3, 3).to("meta")}, "DeviceError: q is on cpu, q_lens on meta"),
+    ({"q": MANY, "q_lens": lens(3, 3).to("meta")}, "DeviceError: q is on cpu, q_lens on meta"),
     (variant(alibi_slopes=torch.zeros(8).to("meta")), "DeviceError: alibi_slopes on meta"),
     (
-        {"q": RAGGED, "q_indptr": ints(0, 3, 6).to("meta")},
+        {"q": RAGGED, "q_indptr": lens(0, 3, 6).to("meta")},
         "DeviceError: q is on cpu, q_indptr on meta",
     ),
 ]
@@ -146,12 +143,12 @@ NUMBERS: list[Case] = [  # which the reference does not take
     ({"num_splits": 0}, "ConfigError: from 1 to 2147483647, or None"),
 ]
 VALUES: list[Case] = [  # which nobody reads on CUDA, but in debug mode
-    ({"seq_lens": ints(8, 65)}, "ShapeError: seq_lens of sequence 1 is 65: there is room for 0 to"),
-    ({"seq_lens": ints(-1, 3)}, "ShapeError: seq_lens of sequence 0 is -1: there is room for 0 to"),
-    ({"q": MANY, "q_lens": ints(3, 4)}, "ShapeError: sequence 1 is 4: q has room for 0 to 3"),
-    ({"q": MANY, "q_lens": ints(-1, 3)}, "ShapeError: q_lens of sequence 0 is -1: q has room for"),
+    ({"seq_lens": lens(8, 65)}, "ShapeError: seq_lens of sequence 1 is 65: there is room for 0 to"),
+    ({"seq_lens": lens(-1, 3)}, "ShapeError: seq_lens of sequence 0 is -1: there is room for 0 to"),
+    ({"q": MANY, "q_lens": lens(3, 4)}, "ShapeError: sequence 1 is 4: q has room for 0 to 3"),
+    ({"q": MANY, "q_lens": lens(-1, 3)}, "ShapeError: q_lens of sequence 0 is -1: q has room for"),
     *(
-        ({"q": RAGGED, "q_indptr": ints(*at)}, f"ShapeError: q_indptr {text}")
+        ({"q": RAGGED, "q_indptr": lens(*at)}, f"ShapeError: q_indptr {text}")
         for at, text in (
             ((1, 3, 6), "begins with 1: it must begin with 0"),
             ((0, 7, 6), "falls from 7 to 6 at sequence 1: each entry must be the one before it or"),
@@ -169,7 +166,7 @@ VALUES: list[Case] = [  # which nobody reads on CUDA, but in debug mode
     (variant(alibi_slopes=torch.full((8,), torch.inf)), "ConfigError: alibi_slopes must be finite"),
     (variant(tree_mask=~TREE), "ShapeError: query 0 of sequence 0 sees no"),
     (
-        variant(tree_mask=PADDED_TREE) | {"q_lens": ints(3, 2)},
+        variant(tree_mask=PADDED_TREE) | {"q_lens": lens(3, 2)},
         "ShapeError: query 0 of sequence 1 sees no token of the tree",
     ),
 ]
@@ -192,9 +189,9 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_the_calls_that_the_refusals_change_are_right() -> None:
-    for change in ({}, PAGED, {"q": MANY, "q_lens": ints(3, 0)}, {"num_splits": 2}):
+    for change in ({}, PAGED, {"q": MANY, "q_lens": lens(3, 0)}, {"num_splits": 2}):
         decode_attention(**GIVEN | change)
-    decode_attention(**GIVEN | {"q": RAGGED, "q_indptr": ints(0, 3, 6)})
+    decode_attention(**GIVEN | {"q": RAGGED, "q_indptr": lens(0, 3, 6)})
 
 
 def on_cuda(q: torch.Tensor, **given: Any) -> Any:

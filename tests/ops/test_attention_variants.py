@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from segment_cases import HEADS, assert_close, lens, packed, segments_of
+from decode_rows import lens
+from segment_cases import HEADS, assert_close, packed, segments_of
 from variant_cases import FIELDS, by_hand, variant_with
 
 from kvquant import AttentionVariant, RowFormat, decode_attention

@@ -82,10 +82,7 @@ def test_queries_see_the_tokens_up_to_their_own(
     ids="+".join,
 )
 def test_variants_are_those_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
-    names: Sequence[str],
-    dtype: torch.dtype,
-    device: str,
+    monkeypatch: pytest.MonkeyPatch, names: Sequence[str], dtype: torch.dtype, device: str
 ) -> None:
     monkeypatch.setattr(causal, "BLOCK", 8)
     monkeypatch.setitem(causal.SCORES, device, 4 * 4 * 50)  # 4 queries

@@ -1,51 +1,13 @@
-"""One set of names for the backends of all operations, and custom ops that torch.compile takes."""
+"""Custom ops that torch.compile takes, and pages that CUDA takes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-from kvquant.errors import ConfigError, DeviceError, KVQuantError
-from kvquant.ops.dispatch import check_cuda_pages, kernels_for, torch_op
+from kvquant.errors import ConfigError
+from kvquant.ops.dispatch import check_cuda_pages, torch_op
 from kvquant.rows.format import RowFormat
-
-ON_CPU = torch.empty(0, dtype=torch.uint8, device="cpu")
-ON_META = torch.empty(0, dtype=torch.uint8, device="meta")
-
-
-@pytest.mark.parametrize(
-    ("tensor", "backend", "expected"),
-    [(ON_CPU, None, "cpu"), (ON_CPU, "cpu", "cpu")]
-    + [(tensor, "reference", "reference") for tensor in (ON_CPU, ON_META)],
-)
-def test_a_backend_serves_its_device_and_the_reference_any(
-    tensor: torch.Tensor, backend: str | None, expected: str
-) -> None:
-    assert kernels_for(tensor, backend) == expected
-
-
-@pytest.mark.parametrize(
-    ("tensor", "backend", "error", "message"),
-    [
-        (
-            ON_CPU,
-            "cuda",
-            DeviceError,
-            "'cuda' takes CUDA tensors, not cpu: leave it out, or use 'reference'",
-        ),
-        (ON_META, "cpu", DeviceError, "'cpu' takes CPU tensors, not meta"),
-        (ON_META, None, DeviceError, "no kernel serves meta: move .* backend='reference'"),
-        (ON_CPU, "torch", ConfigError, "'torch' does not exist: use cpu, cuda or reference"),
-        (ON_CPU, 1, ConfigError, "backend 1 does not exist"),
-    ],
-)
-def test_the_reference_is_never_chosen_unasked(
-    tensor: torch.Tensor, backend: Any, error: type[KVQuantError], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        kernels_for(tensor, backend)
 
 
 def test_an_op_is_one_node_of_a_compiled_graph() -> None:

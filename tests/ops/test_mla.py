@@ -179,13 +179,6 @@ def test_torch_compile_takes_the_call_as_one_op() -> None:
     )
 
 
-def test_one_compiled_function_serves_rows_of_other_formats() -> None:
-    compiled = torch.compile(mla_decode_attention, fullgraph=True, backend="aot_eager")
-    for name in ("int4-g8+fp8-g4", "int8-g4", "fp8"):
-        given = arguments(make_mla(name, 2, LENGTHS)) | {"backend": "reference"}
-        assert all(map(torch.equal, compiled(**given), mla_decode_attention(**given)))
-
-
 LATENTS = LatentFormat.parse("int8-g4")
 GIVEN: dict[str, Any] = {"fmt": LATENTS, "sm_scale": SCALE}
 GIVEN |= {"q_latent": torch.zeros(5, 4, 512).bfloat16(), "q_rope": torch.zeros(5, 4, 64).bfloat16()}

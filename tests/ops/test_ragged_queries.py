@@ -7,21 +7,16 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
+from decode_rows import lens
 from hypothesis import given
 from hypothesis import strategies as st
 from ragged_cases import each_alone, indptr
-from segment_cases import HEADS, assert_close, lens, packed, segments_of
+from segment_cases import HEADS, assert_close, packed, segments_of
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import FIELDS, variant_with
 
-from kvquant import (
-    KVCache,
-    RowFormat,
-    decode_attention,
-    quantize_rows,
-    reference_attention,
-)
+from kvquant import KVCache, RowFormat, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.segment import Segment
@@ -110,11 +105,11 @@ def test_variants(names: tuple[str, ...], backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+@pytest.mark.parametrize("kind", ["none", "matrix"])
 @pytest.mark.parametrize("names", [(), ("soft_cap", "sink_logits", "window")], ids=len)
 def test_rows_in_a_basis(names: tuple[str, ...], kind: str, backend: str) -> None:
     matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))
+    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), matrix) for _ in "kv"))
     cache = KVCache(1, 5, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
     k, v = torch.randn(2, 5, HEADS, 40, 64)
     cache.append(0, k, v, LENS)
@@ -214,7 +209,7 @@ def test_one_graph_serves_all_counts(compiler: str) -> None:
 def test_a_basis_in_a_graph(kind: str) -> None:
     torch._dynamo.reset()
     matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))
+    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), matrix) for _ in "kv"))
     cache = KVCache(1, 5, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
     k, v = torch.randn(2, 5, HEADS, 40, 64)
     cache.append(0, k, v, LENS)

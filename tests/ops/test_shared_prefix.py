@@ -9,6 +9,7 @@ import torch
 from attend import attend_segments, attend_shared
 from fake_cuda import FakeDriver
 from relative_l2 import relative_l2
+from segment_cases import lens as int32
 from variant_cases import variant_with
 
 from kvquant import AttentionVariant, quantize_rows
@@ -25,11 +26,6 @@ VARIANTS = (
     ("tree_mask",),
     ("soft_cap", "sink_logits", "tree_mask", "score_offsets"),
 )
-BASES: tuple[Any, Any] = "hadamard", "none"
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def rows(batch: int, tokens: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +134,7 @@ def test_a_variant_of_queries_is_that_of_whole_sequences(
     variant = AttentionVariant(**{**made, **tensors})
     basis = None
     if in_basis:
-        sides = (Basis(torch.randn(2, 64), kind).to(torch.device(device)) for kind in BASES)
+        sides = (Basis(torch.randn(2, 64)).to(torch.device(device)) for _ in "kv")
         basis, limit = LayerBasis(*sides), 2 * limit
     options: dict[str, Any] = {"q_lens": int32(3, 1, 2).to(device), "basis": basis}
     options |= {"variant": variant, "return_lse": True, "sm_scale": 0.3}
@@ -173,7 +169,7 @@ def test_empty_prefixes_and_empty_sequences_add_nothing(prefix_len: int) -> None
 @pytest.mark.parametrize("is_stored_in_basis", [False, True], ids=["plain", "basis"])
 @pytest.mark.parametrize("shape", [(3, 0), (0, 2), (0,)], ids=str)
 def test_no_queries(shape: tuple[int, ...], is_stored_in_basis: bool) -> None:
-    matrix = Basis(torch.randn(2, 64), "matrix", torch.eye(64).expand(2, 64, 64))
+    matrix = Basis(torch.randn(2, 64), torch.eye(64).expand(2, 64, 64))
     basis = LayerBasis(matrix, matrix) if is_stored_in_basis else None
     prefix, own, _ = shared(40, (9, 1, 17), ())
     own = own._replace(**{name: getattr(own, name)[: shape[0]] for name in own._fields[:3]})

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from kvquant import KVCache, Slots, append_rows, slots_of
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ShapeError
 from kvquant.rows.format import RowFormat
 from kvquant.rows.slots import Split
 
@@ -182,71 +183,53 @@ def test_sequences_that_outgrow_their_room_are_refused() -> None:
 
 
 LENS = torch.tensor([9, 4])
-SLOTS_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "sinks": ({"sink_len": -1}, ConfigError, "sink_len -1 is not possible"),
-    "window": ({"recent_len": -2}, ConfigError, "recent_len -2 is not possible"),
-    "half": ({"recent_len": 1.5}, ConfigError, "recent_len 1.5 is not possible"),
-    "tokens": ({"new_tokens": -1}, ConfigError, "new_tokens -1 is not possible"),
-    "page_size": ({"page_size": 0}, ConfigError, "page_size 0 .* from 1 to"),
-    "floats": ({"seq_lens": LENS.float()}, ConfigError, "seq_lens is torch.float32: use"),
-    "list": ({"new_lens": [1, 2]}, ConfigError, "new_lens is of type list: give"),
-    "none": ({"packed_lens": None}, ConfigError, "packed_lens is of type NoneType"),
-    "two axes": ({"seq_lens": LENS[None]}, ShapeError, r"seq_lens is \[1, 2\]"),
-    "fewer": ({"packed_lens": LENS[:1]}, ShapeError, r"packed_lens is \[1\]: it must be \[2\]"),
-    "seq_slots": ({"seq_slots": LENS[:1]}, ShapeError, r"seq_slots is \[1\]: it must be \[2\]"),
-    "table": (
-        {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
-        ShapeError,
-        r"block_table is \[1, 1\]: it must be \[2, max_pages\]",
-    ),
-    "too few packed": (
-        {"packed_lens": torch.tensor([3, 0])},
-        ShapeError,
-        "sequence 0 has 9 tokens, 3 of them packed: with 2 sinks .* must be 4 to 7",
-    ),
-    "too many packed": ({"packed_lens": torch.tensor([4, 3])}, ShapeError, "must be 0 to 2"),
-    "negative": ({"seq_lens": torch.tensor([9, -1])}, ShapeError, "sequence 1 has -1 tokens: le"),
-    "new": ({"new_lens": torch.tensor([1, 4])}, ShapeError, r"\[1, 4\]: give .* 0 to 3"),
-    "no new": ({"new_lens": torch.tensor([1, -1])}, ShapeError, "0 to 3"),
-    "page": (
-        {"block_table": torch.tensor([[0, -1], [1, -1]]), "page_size": 6},
-        ShapeError,
-        "block_table of sequence 0, entry 1, is -1, where there are tokens: pages are 0 to 2147483",
-    ),
-    "page of 64 bits": (
-        {"block_table": torch.tensor([[0, 1], [2**62, 1]]), "page_size": 6},
-        ShapeError,
-        "sequence 1, entry 0, is 4611686018427387904, where",
-    ),
-    "seq_slot": ({"seq_slots": torch.tensor([0, -1])}, ShapeError, r"seq_slots is \[0, -1\]"),
-    "seq_slot of 64 bits": (
-        {"seq_slots": torch.tensor([0, 2**62])},
-        ShapeError,
-        r"seq_slots is \[0, 4611686018427387904\]: sequence slots are 0 to 2147483647",
-    ),
-    "length of 64 bits": (
-        {"seq_lens": torch.tensor([9, 2**31]), "packed_lens": torch.tensor([4, 2**31 - 5])},
-        ShapeError,
-        "sequence 1 has 2147483648 tokens: lengths are 0 to 2147483647",
-    ),
-}
+CALL: dict[str, Any] = {"seq_lens": LENS, "packed_lens": torch.tensor([4, 1]), "new_lens": None}
+CALL |= {"new_tokens": 3, "page_size": 10, "sink_len": 2, "recent_len": 3}
 
 
-@pytest.mark.parametrize("case", SLOTS_REFUSED)
-def test_what_cannot_be_a_cache_has_no_slots(case: str) -> None:
-    changes, error, message = SLOTS_REFUSED[case]
-    call: dict[str, Any] = {
-        "seq_lens": LENS,
-        "packed_lens": torch.tensor([4, 1]),
-        "new_lens": None,
-        "new_tokens": 3,
-        "page_size": 10,
-        "sink_len": 2,
-        "recent_len": 3,
-    }
-    slots_of(**call)
-    with pytest.raises(error, match=message):
-        slots_of(**call | changes)
+def pages(*rows: list[int]) -> dict[str, Any]:
+    return {"block_table": torch.tensor(rows), "page_size": 6}
+
+
+def at(name: str, *values: int) -> dict[str, Any]:
+    return {name: torch.tensor(values)}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"sink_len": -1}, "ConfigError: sink_len -1 is not possible"),
+    ({"recent_len": -2}, "ConfigError: recent_len -2 is not possible"),
+    ({"recent_len": 1.5}, "ConfigError: recent_len 1.5 is not possible"),
+    ({"new_tokens": -1}, "ConfigError: new_tokens -1 is not possible"),
+    ({"page_size": 0}, "ConfigError: page_size 0 is not possible: use a whole number from 1 to"),
+    ({"seq_lens": LENS.float()}, "ConfigError: seq_lens is torch.float32: use"),
+    ({"new_lens": [1, 2]}, "ConfigError: new_lens is of type list: give"),
+    ({"packed_lens": None}, "ConfigError: packed_lens is of type NoneType"),
+    ({"seq_lens": LENS[None]}, "ShapeError: seq_lens is [1, 2]"),
+    ({"packed_lens": LENS[:1]}, "ShapeError: packed_lens is [1]: it must be [2]"),
+    ({"seq_slots": LENS[:1]}, "ShapeError: seq_slots is [1]: it must be [2]"),
+    (pages([0]), "ShapeError: block_table is [1, 1]: it must be [2, max_pages]"),
+    (at("packed_lens", 3, 0), "ShapeError: sequence 0 has 9 tokens, 3 of them packed: with 2"),
+    (at("packed_lens", 3, 0), "ShapeError: must be 4 to 7"),
+    (at("packed_lens", 4, 3), "ShapeError: must be 0 to 2"),
+    (at("seq_lens", 9, -1), "ShapeError: sequence 1 has -1 tokens: le"),
+    (at("new_lens", 1, 4), "ShapeError: new_lens is [1, 4]: give [batch] of 0 to 3"),
+    (at("new_lens", 1, -1), "ShapeError: 0 to 3"),
+    (pages([0, -1], [1, -1]), "ShapeError: block_table of sequence 0, entry 1, is -1, where there"),
+    (pages([0, 1], [2**62, 1]), "ShapeError: sequence 1, entry 0, is 4611686018427387904, where"),
+    (at("seq_slots", 0, -1), "ShapeError: seq_slots is [0, -1]"),
+    (at("seq_slots", 0, 2**62), "ShapeError: 8427387904]: sequence slots are 0 to 2147483647"),
+    (
+        at("seq_lens", 9, 2**31) | at("packed_lens", 4, 2**31 - 5),
+        "ShapeError: sequence 1 has 2147483648 tokens: lengths are 0 to 2147483647",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_cannot_be_a_cache_has_no_slots(changes: dict[str, Any], text: str) -> None:
+    slots_of(**CALL)
+    with refused(text):
+        slots_of(**CALL | changes)
 
 
 def test_slots_are_found_where_the_lengths_are() -> None:

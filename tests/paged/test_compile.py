@@ -19,7 +19,7 @@ CASES: dict[str, tuple[RowKind, dict[str, Any], str, bool | None]] = {
     "heads": (KINDS["heads"], {}, "aot_eager", None),
     "packed": (KINDS["heads"], {"sink_len": 0, "recent_len": 0}, "eager", None),
     "windows": (KINDS["heads"], {"windows": [None, 20]}, "eager", True),
-    "plan": (planned("hadamard"), {}, "eager", False),
+    "plan": (planned("offset"), {}, "eager", False),
     "shared plan": (planned("matrix clip feedback"), {}, "eager", True),
     "latents": (KINDS["latents"], {}, "aot_eager", None),
     "latents in a basis": (KINDS["latents in a basis"], {}, "aot_eager", None),

@@ -1,4 +1,4 @@
-"""Layers with windows beside layers that see all tokens: pages, bytes, prefixes, files (10 s)."""
+"""Layers with windows, beside layers that see all tokens: pages, bytes, prefixes, files (10 s)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paged_cases import (
 )
 
 from kvquant import PagedKVCache, RowFormat
-from kvquant.errors import OutOfPagesError, ShapeError
+from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError, ShapeError
 from kvquant.io.inspect import describe
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
@@ -115,26 +115,6 @@ def test_the_table_of_the_page_is_what_caches_take(model: str) -> None:
         first = "|"
     page = (Path(__file__).parents[2] / "kvquant" / "paged" / "README.md").read_text()
     assert "\n".join(lines) in page
-
-
-def test_more_sequences_fit_into_the_same_bytes() -> None:
-    """As many of 1,000 tokens as the cache has slots for, each written to its end."""
-    options: dict[str, Any] = {"max_seq_len": 1000, "page_size": PAGE, "chunk_len": 100}
-    options |= {"sink_len": SINKS, "recent_len": RECENT, "seq_len": 1000}
-    shape, windows = (6, 1, 64), [*[64] * 5, None]
-    plain = PagedKVCache.for_memory(2_000_000, *shape, **options)
-    cache = PagedKVCache.for_memory(2_000_000, *shape, **options, windows=windows)
-    count = cache.num_free_seq_slots
-    assert 1_900_000 < cache.nbytes <= 2_000_000 and count > 2.5 * plain.num_free_seq_slots
-    batch = PagedBatch(cache, 1, 100)
-    rows = torch.randn(2, 100, 1, 64).bfloat16()
-    for name in range(count):
-        cache.allocate(name, room=1000)
-        for _ in range(10):
-            extend(batch, [name], 100, rows=rows)
-    with pytest.raises(OutOfPagesError, match="sequence slots are needed"):
-        cache.allocate("one more")
-    check_invariants(cache)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17])
@@ -367,3 +347,70 @@ def test_the_golden_file_still_loads() -> None:
     check_invariants(loaded)
     assert same(values(loaded, "a"), values(fresh, "a"))
     assert loaded.state.tokens("a") == list(range(140))
+
+
+ONLY_WINDOWS = [40, 20]
+
+
+def test_after_a_check_no_window_keeps_rows_to_be_found() -> None:
+    batch = PagedBatch(make(num_pages=20, max_seq_len=900, windows=ONLY_WINDOWS), 1, 300)
+    cache = batch.cache
+    begin(batch, "a", 250, range(250))
+    assert cache.match_prefix(range(250)) > 0
+    rows = new_rows(30)
+    rows[0, 3] = torch.nan
+    extend(batch, ["a"], 30, rows=rows)
+    with pytest.raises(Exception, match="rows of K"):
+        cache.check()
+    check_invariants(cache)
+    assert cache.match_prefix(range(250)) == 0
+    for _ in range(2):
+        extend(batch, ["a"], 150)
+    with pytest.raises(ZeroDivisionError), batch.extend(["a"], 60):
+        raise ZeroDivisionError
+    cache.free("a")
+    check_invariants(cache)
+    assert cache.num_free_pages == 20
+
+
+def test_a_failed_step_keeps_no_frames_of_the_pages_that_it_copied() -> None:
+    options = {"windows": [None, 8], "sink_len": 0, "recent_len": 0, "chunk_len": PAGE}
+    batch = PagedBatch(make(num_layers=2, **options), 2, 64)
+    begin(batch, "a", PAGE + 1)
+    batch.cache.fork("a", "b")
+    with pytest.raises(ZeroDivisionError), batch.extend(["b"]):  # which copies the last page
+        _ = 1 // 0
+    for name in ("a", "b"):
+        batch.cache.free(name)
+    (window,) = batch.cache.state.pool.windows
+    assert window.num_free == window.num_frames
+
+
+def test_a_file_without_windows_is_read_into_a_cache_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "saved.safetensors"
+    whole = PagedBatch(make(max_seq_len=200), 2, 190)
+    begin(whole, "b", 190, range(190))
+    save_sequences(whole.cache, ["b"], path)
+    batch = PagedBatch(make(windows=[20, 40], max_seq_len=200), 2, 90, shared_prefix=True)
+    load_sequences(batch.cache, path)
+    poison(batch.cache)
+    check_invariants(batch.cache)
+    found, expected = values(batch.cache, "b"), values(whole.cache, "b")
+    windows = [20, 20, 40, 40]
+    assert same(found, [x[:, -w:] for x, w in zip(expected, windows, strict=True)])
+    assert batch.cache.allocate("c", range(190)) == whole.cache.match_prefix(range(190)) > 0
+    extend(batch, ["b"], 10)
+    check_invariants(batch.cache)
+
+
+def test_windows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="windows has a length of 3 for 2 layers"):
+        make(windows=[1, 2, 3])
+    with pytest.raises(ConfigError, match="chunk_len 0 is not possible"):
+        make(windows=ONLY_WINDOWS, chunk_len=0)
+    batch = PagedBatch(make(windows=ONLY_WINDOWS), 2, 90)
+    begin(batch, "a", 60)
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    for windows in (None, [40, 21], [None, 20]):
+        with pytest.raises(CheckpointError, match=r"windows is \[40, 20\] in the file and"):
+            load_sequences(make(windows=windows), path)

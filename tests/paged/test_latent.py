@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import captured
-from example_plan import example_plan
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from invariants import check_invariants
 from latent_pages import (
     DIMS,
@@ -23,27 +21,19 @@ from latent_pages import (
     queries,
 )
 from latent_plans import latent_plan, random_basis
-from paged_cases import begin, changing_steps, extend, seen, values
+from paged_cases import begin, changing_steps, extend, seen
 from relative_l2 import relative_l2
 
 from kvquant import (
-    Basis,
     LatentFormat,
     LatentKVCache,
     LatentPagedBatch,
-    LatentPagedKVCache,
     PagedBatch,
     PagedKVCache,
     debug,
     quantize_rows,
 )
-from kvquant.errors import ConfigError, NonFiniteError, UnsupportedError
-from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
-from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import mla
-from kvquant.paged.warmup import BatchCalls, likely_batches
-from kvquant.rows.basis import LayerBasis
+from kvquant.errors import ConfigError, NonFiniteError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [(3, 5), (0, 0), (3, 0), (0, 5)]  # sinks and recent tokens
@@ -89,12 +79,6 @@ def test_attention_is_that_over_the_dequantized_rows(lengths: tuple[int, int], d
     check_invariants(cache)
 
 
-def packed(cache: LatentPagedKVCache, name: str, count: int) -> list[torch.Tensor]:
-    """The values of a sequence whose first tokens are all packed, but for the sinks."""
-    assert int(cache.state.packed_lens[cache.state.seq_slot(name)]) + 3 >= count
-    return values(cache, name)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fmt", ["int8-g4", "fp8", "bf16"])
 def test_rows_with_nan_count_in_either_part(fmt: str, device: str) -> None:
@@ -128,7 +112,7 @@ def test_a_plan_has_the_bases_of_rows(device: str) -> None:
         if name == "a":
             for layer in range(LAYERS):
                 contiguous.append(layer, *(x.transpose(0, 1)[None] for x in new))
-    assert "int8-g4 or bf16 in bases" in repr(batch.cache)
+    assert "int8-g4 or bf16, bases" in repr(batch.cache)
     for layer in range(LAYERS):
         wanted = contiguous.dequantized(layer)
         for ours, theirs in zip(batch.cache.dequantized("a", layer), wanted, strict=True):
@@ -185,61 +169,13 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (heads, LatentKVCache(1, 1, 16)):
         with pytest.raises(ConfigError, match="give a LatentPagedKVCache"):
             LatentPagedBatch(other, 4)  # type: ignore[arg-type]
-    fed = Basis(torch.zeros(1, 256), feedback=torch.zeros(1, 256, 256))
-    with pytest.raises(UnsupportedError, match="the basis of layer 0 rounds with feedback"):
-        make(bases=[LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2)
-    with pytest.raises(ConfigError, match="plan is of keys and values of heads"):
-        LatentPagedKVCache.from_plan(example_plan(), 4)
-    with pytest.raises(ConfigError, match=r"plan is of latent rows.*use LatentKVCache.from_plan"):
-        PagedKVCache.from_plan(latent_plan(), 4)
+    turned = LatentPagedBatch(make(bases=[random_basis()] * LAYERS), 4, 100)
+    turned.cache.allocate("a")
+    latent, rope = new_rows(3)
+    with pytest.raises(ConfigError, match=r"rope is torch.float16: use"), turned.extend(["a"], 3):
+        turned.append(0, latent, rope.half())
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
-
-
-@pytest.mark.extra("cuda")
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"recent_len": 0, "sink_len": 0},
-        {"fmt": "fp8"},
-        {"bases": [random_basis(512, 64)] * 2},
-        {"num_pages": 64, "max_seq_len": 2048},
-    ],
-    ids=["plain", "packed", "fp8", "bases", "shared prefix"],
-)
-def test_what_is_launched_was_told(
-    options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver: FakeDriver = install_for_caches(monkeypatch)
-    monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(mla, "takes_one_launch", lambda x, backend: x.dtype == torch.bfloat16)
-    shares = "num_pages" in options
-    given = {"num_pages": 32, "max_seq_len": 512, **options}
-    cache = LatentPagedKVCache(2, max_num_seqs=4, **given)
-    first, shared = (512, True) if shares else (40, None)
-    calls = BatchCalls(LatentPagedBatch, cache, torch.bfloat16, first, (4,), shared_prefix=shared)
-    told = kernels_of([calls], runtime.gpu_of(CPU))
-    assert not driver.launched and not cache.ids
-    batch = LatentPagedBatch(cache, 4, first, shared_prefix=shared)
-    for name in range(1 if shares else 4):
-        cache.allocate(name)
-    for ids, count in (([0], first), (range(4), 1)):
-        total = count * len(ids)
-        latent, rope = (torch.zeros(total, 1, n, dtype=torch.bfloat16) for n in (512, 64))
-        with batch.extend(list(ids), count):
-            for layer in range(2):
-                if count > 1:
-                    batch.append(layer, latent, rope)
-                    continue
-                q = [torch.zeros(4, heads, n, dtype=torch.bfloat16) for n in (512, 64)]
-                batch.step(layer, q[0], q[1], latent, rope, sm_scale=SCALE)
-        for child in {*range(4)} - {*cache.ids}:
-            cache.fork(0, child)
-    assert driver.launched and {*loaded_specs()} <= {*told}
-    combined = [spec.shared for spec in loaded_specs() if isinstance(spec, MlaCombineSpec)]
-    assert any(combined) or not shares
 
 
 # On a GPU
@@ -309,21 +245,6 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
             assert not outs[layer][len(ids) :].any()
     assert cache.bad_rows.tolist() == [0, 0]
     check_invariants(cache)
-
-
-@pytest.mark.extra("cuda")
-@pytest.mark.parametrize("shared", [False, None, True])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None) -> None:
-    """A batch of few is cut into more parts, which another kernel combines."""
-    cache = LatentPagedKVCache(1, 64, max_num_seqs=48, max_seq_len=16384)
-    batch, given = LatentPagedBatch(cache, 48, 512), (LatentPagedBatch, cache, torch.bfloat16, 512)
-    told, needed = (
-        {*kernels_of([BatchCalls(*given, batches, shared_prefix=shared)], runtime.GPUS[arch])}
-        for batches in (likely_batches(batch, 3), tuple(range(1, 49)))
-    )
-    assert needed == told
-    assert len(told) > len({spec for spec in told if not isinstance(spec, MlaCombineSpec)}) + 1
 
 
 @pytest.mark.gpu

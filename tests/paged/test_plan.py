@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from paged_plans import PLAN_LAYERS, PLANS, make_contiguous, make_paged, packed_
 from relative_l2 import relative_l2
 
 from kvquant import KVCache
-from kvquant.errors import CheckpointError, ConfigError, ShapeError
+from kvquant.errors import CheckpointError
 from kvquant.io.plan import CachePlan
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
@@ -149,17 +148,3 @@ def test_rows_of_one_basis_are_not_loaded_into_another(
         load_sequences(other.cache, path)
     assert str(caught.value).startswith(str(path))
     assert seen(other.cache) == before
-
-
-@pytest.mark.parametrize("option", [{"k_format": "int8"}, {"v_format": "int8"}, {"bases": None}])
-def test_a_plan_says_the_formats(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="use plan\\.with_formats"):
-        make_paged(PLANS["matrix"], **option)
-
-
-def test_bases_of_another_shape_are_refused() -> None:
-    plan = PLANS["matrix"]
-    with pytest.raises(ConfigError, match="3 bases for 2 layers"):
-        make(bases=plan.layers)
-    with pytest.raises(ShapeError, match="the basis of layer 0 is for"):
-        make(num_layers=3, head_dim=128, bases=plan.layers)

@@ -18,7 +18,7 @@ class KnownPool(PagePool):
         self.known: dict[Any, list[int]] = {}
 
     def write(self, name: str, count: int, tokens: Sequence[int] | None = None) -> Growth:
-        length = self.length(name)
+        length = self._sequences[name].length
         growth = self.append([name], [count])
         known = self.known.setdefault(name, [])
         del known[length + self.root_len :]
@@ -51,16 +51,6 @@ def test_tokens_of_the_same_hash_do_not_match() -> None:
     pool = grown(4, 2, a=[-1, -1, -1, -1])
     assert pool.match_prefix([-2, -2, -1, -1]) == 0
     assert pool.match_prefix([-1, -1, -2, -2]) == 2
-
-
-def test_pages_of_ended_sequences_are_found_until_they_are_needed() -> None:
-    pool = grown(4, 2, a=[1, 2, 3, 4])
-    table = pool.block_table("a")
-    pool.free("a")
-    assert (pool.num_free, len(pool._cached)) == (4, 2)
-    assert pool.begin("b", [1, 2, 3, 4, 5]) == 4
-    assert pool.block_table("b")[:2] == table
-    assert (pool.num_free, len(pool._cached)) == (1, 0)
 
 
 def test_the_least_recently_used_pages_go_first_and_the_last_of_a_prefix() -> None:

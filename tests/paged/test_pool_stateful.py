@@ -27,7 +27,7 @@ numbers = st.integers(0, 2**20)
 
 
 def seen(pool: PagePool, ids: Sequence[int]) -> object:
-    tables = [(pool.block_table(i), pool.length(i)) for i in ids]
+    tables = [(pool.block_table(i), pool._sequences[i].length) for i in ids]
     return tables, pool.num_free, len(pool._cached)
 
 
@@ -81,7 +81,9 @@ class PoolMachine(RuleBasedStateMachine):
         PoolMachine.operations += max(len(new), 1)
         ids, used = list(new), self.used()
         lengths = {i: len(self.models[i].cells) for i in ids}
-        counts = [self.in_pages(lengths[i] + len(new[i])) - self.pool.length(i) for i in ids]
+        counts = [
+            self.in_pages(lengths[i] + len(new[i])) - self.pool._sequences[i].length for i in ids
+        ]
         before, tables = seen(self.pool, list(self.models)), [self.pool.block_table(i) for i in ids]
         fits = self.pool.can_append(ids, counts)
         try:
@@ -127,7 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             present, head = self.pool.allocate(i, tokens, room)
         except OutOfPagesError:
-            assert seen(self.pool, list(self.models)) == before and i not in self.pool.ids
+            assert seen(self.pool, list(self.models)) == before and i not in self.pool._sequences
             return
         PoolMachine.operations += 1
         assert present == expected <= count and present % self.size == 0
@@ -192,7 +194,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_PAGES - len(self.used())
         for i, model in self.models.items():
             length = self.in_pages(len(model.cells))
-            assert self.pool.length(i) == length
+            assert self.pool._sequences[i].length == length
             rows = [cell for page in self.pool.block_table(i) for cell in self.contents[page]]
             assert rows[:length] == model.cells[self.root_len :][:length]
             assert self.pool.match_prefix(model.tokens[: model.known]) == self.whole(model)
@@ -204,9 +206,7 @@ def test_any_operations_keep_contents_and_pages(examples: int) -> None:
     run_state_machine_as_test(
         PoolMachine,
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=200,
-            suppress_health_check=list(HealthCheck),
+            max_examples=examples, stateful_step_count=200, suppress_health_check=list(HealthCheck)
         ),
     )
     assert PoolMachine.operations >= OPERATIONS[examples]

@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"num_pages": PAGES, "max_num_seqs": SEQ_SLOTS, "max_s
 KINDS: dict[str, RowKind] = {
     "plain": ROW_KINDS["heads"],
     "offset": planned("offset"),
-    "feedback": planned("hadamard clip feedback"),
+    "feedback": planned("clip feedback"),
     "latents": ROW_KINDS["latents"],
 }
 Rows = Sequence[torch.Tensor]  # K and V of new tokens
@@ -61,10 +61,7 @@ class Rollback(RuleBasedStateMachine):
 
     kind_name = ""
 
-    @initialize(
-        recent_len=st.sampled_from([0, RECENT]),
-        most=st.sampled_from([MOST, None]),
-    )
+    @initialize(recent_len=st.sampled_from([0, RECENT]), most=st.sampled_from([MOST, None]))
     def start(self, recent_len: int, most: int | None) -> None:
         self.kind = KINDS[self.kind_name]
         self.ours, self.theirs = self.batches = both(self.kind_name, recent_len, most)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
+from segment_cases import lens as int32
 
 from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ShapeError
@@ -19,10 +20,6 @@ INT8 = RowFormat.parse("int8", 96)
 FORMATS: dict[str, Any] = {"k_format": INT4, "v_format": INT8}
 LENS = (33, 0, 64, 1)
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
-
-
-def int32(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def paged(page_size: int, lens: Sequence[int] = LENS) -> tuple[Segment, Segment]:
@@ -120,6 +117,9 @@ def test_values_that_do_not_exist_are_named() -> None:
             f"block_table of sequence 0, entry 0, is -1: {pages}",
         ),
         (segment._replace(seq_lens=lens + 16), f"sequence 0, entry 3, is -7: {pages}"),
+        (linear._replace(starts=int32(0, 0, 0, 64)), "starts of sequence 3 is 64: starts are 0 to"),
+        (linear._replace(seq_slots=int32(0, -1, 2, 3)), "seq_slots of sequence 1 is -1: seq_slots"),
+        (linear._replace(seq_slots=int32(0, 1, 4, 3)), "seq_slots of sequence 2 is 4: seq_slots"),
     ]
     check_segment_values([linear, segment])
     for bad, message in cases:

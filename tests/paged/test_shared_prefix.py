@@ -9,14 +9,13 @@ import pytest
 import torch
 from attend import attend_segments
 from cuda_cases import captured
-from invariants import check_invariants
 from paged_cases import DIM, HEADS, begin, extend, make, new_rows, rows_of
 from relative_l2 import relative_l2
 from row_kinds import KINDS, RowKind, planned
 from variant_cases import variant_with
 
 from kvquant import AttentionVariant, LatentPagedBatch, PagedKVCache
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ShapeError
 from kvquant.ops.mla import attend_latents
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.paged import shared_prefix as sharedprefix
@@ -176,36 +175,6 @@ def test_it_is_used_where_it_pays(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             of.attend(batch, 0, q)
             assert batch._staged.tensors["prefix_lens"].tolist() == [expected]
         assert len(read) == (expected > 0 or ids == "z")
-
-
-def test_rows_are_not_written_in_a_step_of_another_batch() -> None:
-    cache = make(num_pages=40)
-    batch, other = PagedBatch(cache, 4, 70), PagedBatch(cache, 4, 70)
-    sequences(batch)
-    for use in (
-        lambda: batch.append(0, *new_rows(70)),
-        lambda: batch.attend(0, torch.randn(4, HEADS, DIM)),
-    ):
-        with other.extend(["z"], 0):
-            with pytest.raises(ConfigError, match="no step of this batch is open"):
-                use()
-    check_invariants(cache)
-
-
-def test_a_step_that_cannot_be_staged_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PagedBatch(make(num_pages=40, rollback_len=2), 4, 70)
-    sequences(batch)
-
-    def fail() -> None:
-        raise RuntimeError("no memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(batch._staged, "send", fail)
-        with pytest.raises(RuntimeError, match="no memory"):
-            batch.extend(["z"], 30).__enter__()  # so many that some never have a row in 16 bit
-    check_invariants(batch.cache)
-    batch.cache.free("z")
-    extend(batch, ["a"])
 
 
 def test_sequences_that_were_not_captured_are_refused() -> None:

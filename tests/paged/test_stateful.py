@@ -33,13 +33,7 @@ from invariants import check_invariants
 from paged_cases import poison
 from slow_cases import mark_slow
 
-from kvquant import (
-    LatentFormat,
-    LatentPagedBatch,
-    LatentPagedKVCache,
-    RowFormat,
-    dequantize_rows,
-)
+from kvquant import LatentFormat, LatentPagedBatch, LatentPagedKVCache, RowFormat, dequantize_rows
 from kvquant.errors import OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.ops.quantize import quantize_calibrated
@@ -78,8 +72,8 @@ def make_basis() -> LayerBasis:
     matrix = -2 * torch.eye(DIM)[torch.randperm(DIM)].expand(HEADS, DIM, DIM)
     weights = torch.randn(HEADS, DIM, DIM).double()
     feedback = feedback_matrix(weights @ weights.mT + torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), "matrix", matrix, torch.full((HEADS,), 0.9), feedback)
-    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "hadamard"))
+    k = Basis(torch.randn(HEADS, DIM), matrix, torch.full((HEADS,), 0.9), feedback)
+    return LayerBasis(k, Basis(torch.randn(HEADS, DIM)))
 
 
 class Values:

@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from example_plan import example_plan
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs
+from latent_plans import random_basis
 
-from kvquant import AttentionVariant, PagedBatch, PagedKVCache
+from kvquant import AttentionVariant, LatentPagedBatch, LatentPagedKVCache, PagedBatch, PagedKVCache
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth_splits
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import attention, transform
 from kvquant.ops import shared_prefix as sharing
 from kvquant.paged.shared_prefix import pays
-from kvquant.paged.warmup import BatchCalls
+from kvquant.paged.warmup import BatchCalls, likely_batches
 from kvquant.rows.rotation import Rope
 
 HEADS, DIM, BATCH, TOKENS = 2, 64, 4, 40
 GIVEN: dict[str, Any] = {"num_pages": 64, "max_num_seqs": BATCH, "max_seq_len": 512}
 PLAIN: dict[str, Any] = {"num_layers": 3, "num_kv_heads": HEADS, "head_dim": DIM, **GIVEN}
-MAKERS = {
+LATENT: dict[str, Any] = {"num_layers": 2, **GIVEN}
+MAKERS: dict[str, Callable[..., PagedKVCache]] = {
     "plain": partial(PagedKVCache, **PLAIN),
     "formats": partial(PagedKVCache, **PLAIN, k_format=["int8", "fp8", "int8"], page_size=16),
     "windows": partial(PagedKVCache, **PLAIN, windows=[64, None, 64]),
     "plan": partial(PagedKVCache.from_plan, example_plan(3, HEADS, DIM), **GIVEN),
+}
+LATENTS: dict[str, Callable[..., PagedKVCache]] = {
+    "latents": partial(LatentPagedKVCache, **LATENT),
+    "packed latents": partial(LatentPagedKVCache, **LATENT, recent_len=0, sink_len=0),
+    "fp8 latents": partial(LatentPagedKVCache, **LATENT, fmt="fp8"),
+    "latents in bases": partial(LatentPagedKVCache, **LATENT, bases=[random_basis(512, 64)] * 2),
 }
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
-    driver = install_for_caches(monkeypatch)
-    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(
-        transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
-    )
-    return driver
+    return install_for_steps(monkeypatch)
 
 
 @pytest.fixture
@@ -53,21 +57,34 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def run(batch: PagedBatch, rope: Rope | None) -> None:
-    """A prompt of one sequence, and a step of all."""
-    ids = list(range(BATCH))
-    for name in ids:
-        batch.cache.allocate(name)
-    for count, of in ((TOKENS, ids[:1]), (BATCH, ids)):
-        k, v = torch.zeros(2, count, HEADS, DIM, dtype=torch.bfloat16)
-        own = rope and rope._replace(cos=rope.cos[:count], sin=rope.sin[:count])
-        with batch.extend(of, count // len(of)):
-            for layer in range(batch.cache.num_layers):
-                if count == TOKENS:
-                    batch.append(layer, k, v, rope=own)
+def batch_of(cache: PagedKVCache, *sizes: int, **options: Any) -> Any:
+    kind: Any = LatentPagedBatch if isinstance(cache, LatentPagedKVCache) else PagedBatch
+    return kind(cache, *sizes, **options)
+
+
+def run(
+    batch: Any, rope: Rope | None = None, heads: int = 2 * HEADS, *, forks: bool = False
+) -> None:
+    """A prompt of one sequence, and a step of all, which may be its forks."""
+    cache, ids, at = batch.cache, range(BATCH), batch.cache.rows.layers[0]
+    dims = at.k_format.head_dim, at.v_format.head_dim
+    is_latent = isinstance(cache, LatentPagedKVCache)
+    for name in ids[:1] if forks else ids:
+        cache.allocate(name)
+    for count, of in ((batch.max_tokens, ids[:1]), (1, ids)):
+        total = count * len(of)
+        rows = [torch.zeros(total, cache.num_kv_heads, n, dtype=torch.bfloat16) for n in dims]
+        q = [torch.zeros(BATCH, heads, n, dtype=torch.bfloat16) for n in dims][: 1 + is_latent]
+        own = rope and rope._replace(cos=rope.cos[:total], sin=rope.sin[:total])
+        options = {} if is_latent else {"rope": own}
+        with batch.extend(of, count):
+            for layer in range(cache.num_layers):
+                if count > 1:
+                    batch.append(layer, *rows, **options)
                 else:
-                    q = torch.zeros(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16)
-                    batch.step(layer, q, k, v, rope=own)
+                    batch.step(layer, *q, *rows, sm_scale=0.1, **options)
+        for child in ids[1:] if forks and count > 1 else ():
+            cache.fork(0, child)
 
 
 @pytest.mark.extra("cuda")
@@ -85,12 +102,27 @@ def test_what_is_launched_was_told(name: str, has_rope: bool, cuda: FakeDriver) 
 
 
 @pytest.mark.extra("cuda")
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("name", LATENTS)
+def test_what_is_launched_of_latents_was_told(name: str, heads: int, cuda: FakeDriver) -> None:
+    """Nobody said how many heads there are."""
+    cache = LATENTS[name]()
+    calls = BatchCalls(
+        LatentPagedBatch, cache, torch.bfloat16, TOKENS, (BATCH,), shared_prefix=None
+    )
+    told = kernels_of([calls], runtime.gpu_of(CPU))
+    assert not cuda.launched and not cache.ids
+    run(batch_of(cache, BATCH, TOKENS), heads=heads)
+    assert cuda.launched and {*loaded_specs()} <= {*told}
+
+
+@pytest.mark.extra("cuda")
 def test_the_first_append_compiles_what_steps_will_need_too(
     cuda: FakeDriver, compiled: list[Any]
 ) -> None:
     batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
     batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
-    run(batch, None)
+    run(batch)
     assert [type(spec).__name__ for spec in compiled] == ["AppendSpec", "DecodeSpec"]
     assert {*loaded_specs()} <= {*compiled} and not batch._is_cold
 
@@ -124,7 +156,7 @@ def test_steps_with_a_variant_are_told(
 
 
 @pytest.mark.extra("cuda")
-@pytest.mark.parametrize("name", ["plain", "formats", "windows", "plan"])
+@pytest.mark.parametrize("name", MAKERS)
 def test_the_first_ragged_queries_compile_what_all_steps_will_need(
     name: str, cuda: FakeDriver, compiled: list[Any]
 ) -> None:
@@ -147,31 +179,39 @@ def test_the_first_ragged_queries_compile_what_all_steps_will_need(
 
 
 @pytest.mark.extra("cuda")
-@pytest.mark.parametrize("name", ["plain", "formats", "windows", "plan"])
+@pytest.mark.parametrize(
+    ("name", "heads"), [*((name, 2 * HEADS) for name in MAKERS), ("latents", 16), ("latents", 128)]
+)
 def test_steps_that_read_a_prefix_once_are_told(
-    name: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    name: str, heads: int, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "is_rehearsed", lambda out: True)  # on the CPU as on CUDA
-    cache = MAKERS[name]()
-    calls = BatchCalls(PagedBatch, cache, torch.bfloat16, 200, (BATCH,), shared_prefix=True)
+    cache = (MAKERS | LATENTS)[name]()
+    batch = batch_of(cache, BATCH, 200, shared_prefix=True)
+    calls = BatchCalls(type(batch), cache, torch.bfloat16, 200, (BATCH,), shared_prefix=True)
     told = kernels_of([calls], runtime.gpu_of(CPU))
-    batch = PagedBatch(cache, BATCH, 200, shared_prefix=True)
-    cache.allocate(0)
-    for ids, count in (([0], 200), (range(BATCH), 1)):
-        k, v = torch.zeros(2, count * len(ids), HEADS, DIM, dtype=torch.bfloat16)
-        with batch.extend(list(ids), count):
-            for layer in range(cache.num_layers):
-                if len(ids) == 1:
-                    batch.append(layer, k, v)
-                else:
-                    q = torch.zeros(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16)
-                    batch.step(layer, q, k, v)
-        for child in range(1, BATCH):
-            if child not in cache.ids:
-                cache.fork(0, child)
-    launched = {*loaded_specs()}
-    assert launched <= {*told}
-    assert {type(spec) for spec in launched} >= {PrefixSpec, CombineSpec}
+    run(batch, heads=heads, forks=True)
+    launched = loaded_specs()
+    assert {*launched} <= {*told}
+    if name in MAKERS:
+        assert {type(spec) for spec in launched} >= {PrefixSpec, CombineSpec}
+    else:
+        assert any(spec.shared for spec in launched if isinstance(spec, MlaCombineSpec))
+
+
+@pytest.mark.extra("cuda")
+@pytest.mark.parametrize("shared", [False, None, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None) -> None:
+    """A batch of few is cut into more parts, which another kernel combines."""
+    cache = LatentPagedKVCache(1, 64, max_num_seqs=48, max_seq_len=16384)
+    batch, given = LatentPagedBatch(cache, 48, 512), (LatentPagedBatch, cache, torch.bfloat16, 512)
+    told, needed = (
+        {*kernels_of([BatchCalls(*given, batches, shared_prefix=shared)], runtime.GPUS[arch])}
+        for batches in (likely_batches(batch, 3), tuple(range(1, 49)))
+    )
+    assert needed == told
+    assert len(told) > len({spec for spec in told if not isinstance(spec, MlaCombineSpec)}) + 1
 
 
 @pytest.mark.extra("cuda")

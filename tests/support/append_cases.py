@@ -37,7 +37,7 @@ class Case:
         pages: of the packed rows: "dense", "tokens" (a token's heads follow one another), or
             "latent": the rows of K and of V side by side, packed and 16-bit ones.
         exact: codec of 16-bit rows, or "" for none.
-        offset, rotate, matrix, clip, feedback: "", "k", "v" or "kv".
+        offset, matrix, clip, feedback: "", "k", "v" or "kv".
         rotary_dim: 0 for no RoPE.
         hostile: whether rows with NaN, Inf and other rare numbers are among the new ones.
         bad: whether rows that cannot be held are counted.
@@ -57,7 +57,6 @@ class Case:
     pages: str = "dense"
     exact: str = ""
     offset: str = ""
-    rotate: str = ""
     matrix: str = ""
     clip: str = ""
     feedback: str = ""
@@ -167,7 +166,7 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
         if name in case.offset:
             offset = torch.randn(case.heads, fmt.head_dim).to(device)
         rounding = _rounding(case, name, fmt.head_dim, device)
-        call[f"{name}_transform"] = Encoding(offset, name in case.rotate, *rounding)
+        call[f"{name}_transform"] = Encoding(offset, *rounding)
     if case.rotary_dim:
         angles = torch.rand(case.tokens, case.rotary_dim // 2) * 7
         call["rope"] = Rope(angles.cos().to(device), angles.sin().to(device), case.interleaved)

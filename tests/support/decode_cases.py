@@ -70,7 +70,6 @@ class Case:
     exact_lens: Sequence[Sequence[int]] = ((4, 0, 2), (40, 3, 0))
     overlong: bool = False
     want_lse: bool = True
-    without: str = ""
     columns: int = 8
     sharers: int = 1
     k_scale: float = 1.0

@@ -28,6 +28,7 @@ class RowsLayer(DynamicLayer):
     def __init__(self, settings: Settings | LatentSettings, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.settings, self.place = settings, layer
+        self.decodes = False  # new tokens are of an answer, which attend to rows
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -35,7 +36,7 @@ class RowsLayer(DynamicLayer):
         past, new = self.get_seq_length(), key_states.shape[-2]
         found = super().update(*self._through_rows(key_states, value_states))
         few = 1 if isinstance(self.settings, LatentSettings) or not past else FEW
-        if self.settings.prompts_from_rows or new <= few:
+        if self.decodes or self.settings.prompts_from_rows or new <= few:
             return found
         k, v = (x.clone() for x in found)
         k[..., past:, :], v[..., past:, :] = key_states, value_states
@@ -118,28 +119,33 @@ def log_probabilities(
         old: of the same prompt in an earlier request, whose rows replace those of this one once
             the first token of the answer was read.
     """
-    cache, logits = _read(model, [*chunks, *([token] for token in tokens[:1])], settings)
-    if old:
+    cache = _cache(model, chunks[:-1], settings)
+    found = [_read(model, chunks[-1], cache)[-1:]]
+    for layer in cache.layers:
+        layer.decodes = True
+    rest = [*tokens[:-1]]
+    if old and rest:
+        found.append(_read(model, [rest.pop(0)], cache))
         length = sum(map(len, old))
-        for layer, earlier in zip(cache.layers, _read(model, old, settings)[0].layers, strict=True):
+        for layer, earlier in zip(cache.layers, _cache(model, old, settings).layers, strict=True):
             layer.keys[..., :length, :] = earlier.keys
             layer.values[..., :length, :] = earlier.values
-    for token in tokens[1:-1]:
-        logits.append(_logits(model, [token], cache))
-    found = logits[len(chunks) - 1 :]
-    return torch.stack([x[token] for x, token in zip(found, tokens)])  # noqa: B905
+    if rest:
+        found.append(_read(model, rest, cache))
+    return torch.cat(found)[range(len(tokens)), list(tokens)]
 
 
-def _read(
-    model: Any, chunks: Sequence[Sequence[int]], settings: Settings | LatentSettings
-) -> tuple[Any, list[torch.Tensor]]:
-    """A cache of these tokens, and the log probabilities behind each chunk."""
+def _cache(model: Any, chunks: Sequence[Sequence[int]], settings: Settings | LatentSettings) -> Any:
+    """A cache of these tokens."""
     layers = range(model.config.get_text_config().num_hidden_layers)
     cache = Cache(layers=[RowsLayer(settings, layer) for layer in layers])
-    return cache, [_logits(model, chunk, cache) for chunk in chunks]
+    for chunk in chunks:
+        _read(model, chunk, cache)
+    return cache
 
 
-def _logits(model: Any, chunk: Sequence[int], cache: Any) -> torch.Tensor:
+def _read(model: Any, chunk: Sequence[int], cache: Any) -> torch.Tensor:
+    """The log probabilities behind each token of a chunk, [tokens, vocabulary]."""
     out = model(torch.tensor([list(chunk)]), past_key_values=cache, use_cache=True)
-    found: torch.Tensor = out.logits[0, -1].log_softmax(-1)
+    found: torch.Tensor = out.logits[0].log_softmax(-1)
     return found

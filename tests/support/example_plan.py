@@ -9,6 +9,9 @@ import torch
 from kvquant.io.plan import CachePlan
 
 ERRORS: dict[str, Any] = {"kl_error": 0.0002, "top1_error": 0.003, "kl_passages": []}
+MEASURED: dict[str, Any] = {"top1": 0.9539, "perplexity": 15.114, "exact_perplexity": 15.025}
+MEASURED |= {"context": 2048, "scored": 8192, "passages": 8, "in_one_pass": None}
+MEASURED |= {"sink_len": 0, "recent_len": 0}
 FORMATS = {"int4": 4.25, "int4-g4": 5.0, "int8": 8.25}
 
 
@@ -39,7 +42,7 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
     """Make its facts."""
     side = {"format": "int4", "basis": "matrix", "rounding": "nearest"}
     layers: list[dict[str, Any]] = [
-        {"k": side, "v": side | {"basis": "hadamard"}, "kept": None} for _ in range(num_layers)
+        {"k": side, "v": side | {"basis": "none"}, "kept": None} for _ in range(num_layers)
     ]
     exact = {"format": "bf16", "basis": "none", "rounding": "nearest"}
     layers[0] = layers[0] | {"v": side | {"format": "int8"}}
@@ -50,19 +53,7 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
         "observed_tokens": 32768,
         "candidates": list(FORMATS),
         "zero_data": False,
-        "measured": {
-            "kl": kl,
-            "top1": 0.9539,
-            "perplexity": 15.114,
-            "exact_perplexity": 15.025,
-            "context": 2048,
-            "scored": 8192,
-            "passages": 8,
-            "sink_len": 0,
-            "recent_len": 0,
-            "in_one_pass": None,
-            **ERRORS,
-        },
+        "measured": {"kl": kl, **MEASURED, **ERRORS},
         "windowed": None,
         "others": [],
         "limit": {"max_kl": max_kl, "budget": None, "met": met},
@@ -74,16 +65,11 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
             for k, v in ((name, "bf16"), ("bf16", name))
         ],
         "comparison": [
-            {
-                "format": name,
-                "plan": plan,
-                "bits": bits,
-                "kl": (0.0066 if plan else 2.318) * 4.25**6 / bits**6,
-                "top1": 0.954 if plan else 0.3625,
-                "perplexity": 15.1 if plan else 161.0,
-                **ERRORS,
-            }
-            for plan in (False, True)
+            {"format": name, "plan": plan, "bits": bits, "kl": kl_at / bits**6, **ERRORS, **rest}
+            for plan, kl_at, rest in (
+                (False, 2.318 * 4.25**6, {"top1": 0.3625, "perplexity": 161.0}),
+                (True, 0.0066 * 4.25**6, {"top1": 0.954, "perplexity": 15.1}),
+            )
             for name, bits in FORMATS.items()
         ],
         "settings": {"text": "valid <2>.txt"},

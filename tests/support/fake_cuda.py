@@ -20,6 +20,7 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report
 from kvquant.kernels.cuda.runtime.spec import Spec, fields_of, layout_of
 from kvquant.ops import append as append_ops
+from kvquant.ops import attention, mla, transform
 from kvquant.ops import slots as slot_ops
 from kvquant.rows.segment import Segment
 
@@ -125,6 +126,17 @@ def install_for_caches(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     for module in (append_ops, slot_ops):
         monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
     return fake
+
+
+def install_for_steps(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The same for whole steps: CUDA attends, too."""
+    for module in (attention, mla):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
+    for module in (transform, mla):
+        monkeypatch.setattr(
+            module, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
+        )
+    return install_for_caches(monkeypatch)
 
 
 def note_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:

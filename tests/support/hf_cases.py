@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import transformers
+from example_plan import example_plan
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from kvquant.hf.argument import ARGUMENT
 from kvquant.hf.model import CachedModel
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
 
 # Of logits of size 1. A float32 sum in another order, or on another processor, rounds a few keys
 # and values to the neighbouring fp16 number; that all are rounded moves logits by 2.5e-3, and a
@@ -74,6 +77,17 @@ SHARING: dict[str, Any] = {
     "vocab_size_per_layer_input": 256,
 }
 GEMMA3N = SHARING | {"laurel_rank": 8, "altup_num_inputs": 2}
+
+
+# models with rows for all tokens, a window, and layers that read the rows of others
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 16},
+    "Gemma3nText": GEMMA3N,
+    "Gemma4Text": SHARING | {"global_head_dim": 64},  # layers that share take the last token only
+}
+# of generate: no token ends a text
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
 
 
 M = TypeVar("M")
@@ -263,11 +277,29 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
 
 
+def int8_plan(model: CachedModel, kind: str = "matrix") -> CachePlan:
+    """A plan of a model with 2 KV heads of 64 elements: offsets and one kind of basis, in INT8."""
+    layers = model.config.num_hidden_layers
+    made = example_plan(layers, 2, 64)
+    numbers = torch.Generator().manual_seed(1)
+    side = {"format": "int8", "basis": kind, "rounding": "nearest"}
+    facts, tensors = dict(made.facts), dict(made.tensors)
+    facts["layers"] = [{"k": side, "v": side, "kept": None} for _ in range(layers)]
+    facts["model"] = model_identity(model.config_dict)
+    for name in "kv":
+        tensors[f"{name}.offset"] = torch.randn(layers, 2, 64, generator=numbers)
+        mixed = 0.05 * torch.randn(layers, 2, 64, 64, generator=numbers)
+        tensors[f"{name}.matrix"] = torch.eye(64) + mixed * (kind == "matrix")
+    return CachePlan(facts, tensors)
+
+
 class RoundedCache(transformers.DynamicCache):
     """transformers' own cache with K and V rounded to float16 on their way in."""
+
+    dtype = torch.float16
 
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        keys, values = (x.half().float() for x in (key_states, value_states))
+        keys, values = (x.to(self.dtype).float() for x in (key_states, value_states))
         return super().update(keys, values, layer_idx, *args, **kwargs)

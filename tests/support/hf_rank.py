@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from hf_cases import WITH_LOGITS, assert_alike, assert_likeliest
+from hf_cases import GREEDY, WITH_LOGITS, assert_alike, assert_likeliest
 from torch._dynamo.utils import counters
 
 from kvquant import CachedModel, CachePlan, QuantizedCache, load_cache, save_cache
@@ -29,9 +29,8 @@ CODES = 0.02  # that logits are apart by where sums over ranks move a few codes 
 
 
 def run(model: Any, cache: QuantizedCache, beams: int, **more: Any) -> Any:
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
     given = {"attention_mask": MASK, **cache.argument, "num_beams": beams}
-    return model.generate(TEXT, **given, **options, **more, **WITH_LOGITS)
+    return model.generate(TEXT, **given, **GREEDY, max_new_tokens=6, **more, **WITH_LOGITS)
 
 
 def check_compiled(model: Any) -> None:

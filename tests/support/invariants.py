@@ -113,7 +113,7 @@ def check_pool(pool: PagePool) -> None:
 def check_state(state: PagedState) -> None:
     """Lengths, tables and slots of the sequences are what their pages say."""
     check_pool(state.pool)
-    sure(set(state.pool.ids) == set(state._seq_slots), "the pool has other sequences")
+    sure(set(state.pool._sequences) == set(state._seq_slots), "the pool has other sequences")
     seq_slots = sorted([*state._free_seq_slots, *state._seq_slots.values()])
     sure(
         seq_slots == list(range(len(state.lengths))),
@@ -126,7 +126,10 @@ def check_state(state: PagedState) -> None:
         most = max(length - state.split.sink_len, 0)
         fits = max(most - state.split.recent_len, 0) <= packed <= most
         sure(fits and length <= state.max_seq_len, f"{shown(sequence_id)}: packed tokens")
-        sure(packed == state.pool.length(sequence_id), f"{shown(sequence_id)}: tokens in pages")
+        sure(
+            packed == state.pool._sequences[sequence_id].length,
+            f"{shown(sequence_id)}: tokens in pages",
+        )
         table = state.pool.block_table(sequence_id)
         sure((state.tables[seq_slot, : len(table)] == table).all(), f"{shown(sequence_id)}: table")
         sure(len(state._tokens[seq_slot]) <= length, f"{shown(sequence_id)}: known tokens")

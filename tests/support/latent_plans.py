@@ -29,7 +29,7 @@ def random_basis(latent_dim: int = 256, rope_dim: int = 32, seed: int = 0) -> La
     made = torch.Generator().manual_seed(seed)
     return LayerBasis(
         *(
-            Basis(torch.randn(1, dim, generator=made), "matrix", orthogonal(dim, seed))
+            Basis(torch.randn(1, dim, generator=made), orthogonal(dim, seed))
             for dim in (latent_dim, rope_dim)
         )
     )

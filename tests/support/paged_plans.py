@@ -68,8 +68,7 @@ def packed_rows(cache: PagedKVCache, name: str, layer: int) -> list[torch.Tensor
 
 PLANS = {
     "offset": make_plan("none"),
-    "hadamard": make_plan("hadamard", clip=False),
-    "hadamard clip feedback": make_plan("hadamard", feedback=True),
+    "clip feedback": make_plan("none", feedback=True),
     "matrix": make_plan("matrix"),
     "matrix clip feedback": make_plan("matrix", feedback=True),
 }

@@ -5,28 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from decode_rows import INT4, State, nan_rows
+from decode_rows import lens as lens
 from relative_l2 import relative_l2
 
 from kvquant import KVCache, RowFormat, quantize_rows
 from kvquant.rows.segment import Segment
 
-State = tuple[torch.Tensor, torch.Tensor]
 HEADS = 2  # of K and V
-INT4 = RowFormat.parse("int4-g4", 64)
-
-
-def lens(*counts: int) -> torch.Tensor:
-    return torch.tensor(counts, dtype=torch.int32)
 
 
 def packed(*shape: int, fmt: RowFormat = INT4) -> torch.Tensor:
     """Rows of normal values."""
     return quantize_rows(torch.randn(*shape, fmt.head_dim), fmt, backend="reference")
-
-
-def nan_rows(fmt: RowFormat, *shape: int) -> torch.Tensor:
-    """Rows that decode to NaN."""
-    return torch.full((*shape, fmt.row_bytes), 255, dtype=torch.uint8)
 
 
 def pages_of(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, fmt: RowFormat) -> Segment:
@@ -87,11 +78,13 @@ def segments_of(
     return [segment], keys, values
 
 
-def assert_close(found: State, expected: State, limit: float) -> None:
-    """Assert that out and lse, of float32 queries, are what was expected, within limit."""
+def assert_close(found: State, expected: State, limit: float, rtol: float = 1e-5) -> None:
+    """Assert that out and lse, of float32 results, are what was expected, within limit."""
     (out, lse), (wanted, wanted_lse) = found, expected
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     assert not out[empty].any()
     assert relative_l2(out, wanted) <= limit
-    torch.testing.assert_close(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=limit)
+    torch.testing.assert_close(
+        lse[~empty].double(), wanted_lse[~empty], rtol=rtol, atol=max(rtol, limit)
+    )

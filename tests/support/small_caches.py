@@ -27,10 +27,10 @@ def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]
 
 
 def rounding_basis() -> LayerBasis:
-    """An offset, a rotation, clip ratios and feedback. No matrix, whose products depend in their
+    """Offsets, clip ratios and feedback. No matrix, whose products depend in their
     last bits on how many rows are multiplied."""
     torch.manual_seed(5)
     roots = torch.randn(HEADS, DIM, DIM).double()
     feedback = feedback_matrix(roots @ roots.mT + 0.1 * torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), "hadamard", clip=torch.full((HEADS,), 0.9))
-    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "none", feedback=feedback))
+    k = Basis(torch.randn(HEADS, DIM), clip=torch.full((HEADS,), 0.9))
+    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), feedback=feedback))

@@ -4,7 +4,7 @@
     warp    32 / share tokens of a head, in two passes:
 
     1  as in the append kernel, `lanes` lanes a row
-        elements ──cp.async──▶ buffer ──▶ RoPE, offset, rotation ──▶ 16-bit row at an exact slot
+        elements ──cp.async──▶ buffer ──▶ RoPE, offset ──▶ 16-bit row at an exact slot
                                           the row to be packed   ──▶ scales and shifts, buffer
     2  `share` lanes a row: codes, tile by tile (feedback_rounding.py)
 
@@ -35,7 +35,7 @@ from ..device.row_copies import (
     was_counted,
 )
 from ..device.row_layout import ELEMENTS, SIZES, UNIT
-from ..device.transform import make_rotate, make_transform, make_widen, subtract_offset
+from ..device.transform import make_transform, make_widen, subtract_offset
 from .feedback_rounding import make_ask_tile, make_round_row
 from .kernel import make_find_places, make_load_slots
 from .spec import TILES, Side
@@ -60,7 +60,7 @@ def make_feedback_kernel(spec):
         if is_v and bad != uint64(0):
             bad += uint64(4)
         call = (packed, exact, evicted, cos, sin, bad, uint32(num_tokens), pages, seq_slots)
-        of_k, of_v = (feedback[0], feedback[2]), (feedback[1], feedback[3])
+        of_k, of_v = feedback
         if ALIKE:  # half the code
             append_k(v if is_v else k, of_v if is_v else of_k, call)
         elif is_v:
@@ -83,9 +83,8 @@ def _make_append_side(spec):
     load_slots, find_places = make_load_slots(spec), make_find_places(spec)
 
     @device_function
-    def append_side(side, feedback_of_side, call):
+    def append_side(side, feedback, call):
         x, _, _, offset, clip, x_token, x_head = side[:7]
-        feedback, rotates = feedback_of_side
         packed, exact, evicted, cos, sin, bad, num_tokens, pages, seq_slots = call
 
         # Step 1: what is the head's
@@ -128,7 +127,7 @@ def _make_append_side(spec):
             prepare(
                 (buffers + uint32(BUFFER) * row, part),
                 (target, exact_target, *wanted),
-                (offset, rotates != uint32(0), cos + angles, sin + angles, ratio),
+                (offset, cos + angles, sin + angles, ratio),
                 bad,
             )
         cuda.syncwarp()
@@ -147,13 +146,12 @@ def _make_append_side(spec):
 
 def make_prepare(spec):
     """The function that transforms a row in its buffer, writes it in 16 bit to an exact slot, and
-    leaves what is to be packed. Arguments: the offset (an address), whether to rotate."""
+    leaves what is to be packed. Arguments: the offset (an address)."""
     FMT, LANES, EXACT = spec.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
     ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE
     OLD_NAN = NANS[spec.exact or "bf16"]
     transform = make_transform(spec, Side(FMT), spec.rotary_dim, swizzled=False)
-    rotate = make_rotate(HEAD_DIM)
     measure, parameters = make_measure(FMT, LANES, spec.clip), make_parameters(FMT)
     round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
     load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact or "bf16")
@@ -169,7 +167,7 @@ def make_prepare(spec):
     def prepare(row, targets, how, bad):
         buffer, part = row
         target, exact_target, to_packed, to_exact, leaves = targets
-        offset, rotates, cos, sin, ratio = how
+        offset, cos, sin, ratio = how
         old = cuda.local.array(WORDS, uint32)
         if EXACT:
             load_old(old, exact_target, part, leaves)
@@ -181,8 +179,6 @@ def make_prepare(spec):
         if offset != uint64(0):
             own = uint32(min(part, uint32(ACTIVE - 1)))
             subtract_offset(x, uint32(uint32(ELEMENTS) * own), offset)
-        if rotates:
-            rotate(x, part)
         cuda.syncwarp()  # RoPE reads what other lanes overwrite
         if EXACT:
             words = cuda.local.array(WORDS, uint32)

@@ -5,7 +5,7 @@
     token   its slots are loaded and taken apart once; per head
 
         elements ──cp.async──▶ ring ──▶ float32 in registers ──▶ quantize ──▶ out ──▶ row at a slot
-                            (4 stages)  RoPE, offset, rotation          (shared memory)
+                            (4 stages)  RoPE, offset                    (shared memory)
 
 A token with an exact slot is written there, and the row that leaves is quantized. Otherwise the
 token is rounded to 16 bit and quantized. So at most one row a token is quantized. A row that leaves

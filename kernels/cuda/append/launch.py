@@ -4,7 +4,7 @@ Plain rows take one launch for K and V. With matrices, or rounding with feedback
 
     a step      few tokens: one launch for K, V and queries (step_kernel.py)
     matrix      else one launch of the affine kernel a side, with the offset; torch's product after
-                RoPE or a rotation, and of float32
+                RoPE, and of float32
     feedback    else one launch of the feedback kernel, without it of the append kernel
 """
 
@@ -172,7 +172,7 @@ def _is_of_step(side: AppendSide, rope: Rope | None) -> bool:
         return False
     if side.transform.matrix is None:
         return True
-    return rope is None and not side.transform.rotate and side.x.dtype in ENCODED
+    return rope is None and side.x.dtype in ENCODED
 
 
 def _groups_of(call: AppendCall, queries: Queries | None) -> int:
@@ -222,9 +222,9 @@ def _encode(
     x: torch.Tensor, transform: Encoding, rope: Rope | None, check: Callable[[], None] | None
 ) -> torch.Tensor:
     """What transform_rows gives, where there is a matrix; check: as of append."""
-    offset, rotate, matrix, _, _ = transform
+    offset, matrix, _, _ = transform
     assert matrix is not None
-    if rope is None and not rotate and x.dtype in ENCODED:
+    if rope is None and x.dtype in ENCODED:
         return encode_rows(x, matrix, offset, check=check)
     if check:
         check()
@@ -253,7 +253,7 @@ def _find(
     has_feedback: whether the feedback kernel writes them."""
     k, v, _, exact_format, rope, _ = call
     interleaved = rope is not None and rope.interleaved
-    kinds = k.fmt, v.fmt, k.transform.rotate, v.transform.rotate, k.x.is_neg(), v.x.is_neg()
+    kinds = k.fmt, v.fmt, k.x.is_neg(), v.x.is_neg()
     facts = map(facts_of, tensors)
     how = overlaps, groups, has_feedback
     key = (AppendSpec, names, exact_format, interleaved, *kinds, *how, *facts)
@@ -280,8 +280,6 @@ def _prepare(
     if has_feedback:
         spec = _feedback_spec(call, names, gpu.sm_count)
         grid = -(-num_tokens // spec.block_rows), num_heads, len(names)
-        for side, of_side in (("k", call.k), ("v", call.v)):
-            constants[f"feedback.{side}_rotates"] = int(of_side.transform.rotate)
     else:
         spec = _append_spec(call, StepSpec if groups else AppendSpec, gpu)
         if isinstance(spec, StepSpec):
@@ -365,7 +363,7 @@ def _with_step(
 def _side_of(side: AppendSide) -> Side:
     transform = side.transform
     clips = transform.clip is not None and side.fmt.facts.is_integer
-    return Side(side.fmt, transform.offset is not None, transform.rotate, clips)
+    return Side(side.fmt, transform.offset is not None, clips)
 
 
 def _unaligned(names: Sequence[str], tensors: Tensors) -> list[int]:

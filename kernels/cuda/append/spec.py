@@ -98,8 +98,6 @@ STEP: Table = (
 FEEDBACK: Table = (
     ("k_feedback", "P"),  # float32 [num_heads, head_dim, head_dim]
     ("v_feedback", "P"),
-    ("k_rotates", "I"),  # whether rows are rotated, 0 or 1
-    ("v_rotates", "I"),
 )
 
 
@@ -109,13 +107,11 @@ class Side:
 
     Attributes:
         offset: whether a vector is subtracted.
-        rotate: whether rows are rotated then.
         clip: whether groups keep a share of their range only; where codes are integers.
     """
 
     fmt: RowFormat
     offset: bool = False
-    rotate: bool = False
     clip: bool = False
 
 
@@ -267,8 +263,8 @@ class TileLayout:
 
 @dataclass(frozen=True)
 class FeedbackSide:
-    """What is done to K or to V, as of Side and AppendSpec. The offset, and whether to rotate, are
-    arguments of the kernel.
+    """What is done to K or V, as of Side and AppendSpec. The kernel takes the offset as an
+    argument.
 
     share: lanes that round a row: 1, 2 or 4.
     """

@@ -199,7 +199,6 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
     FMT, DIM, LANES, ROWS = side.fmt, side.fmt.head_dim, spec.lanes, spec.rows
     ROW_WARPS, OVERLAPS, MATRIX = spec.row_warps, spec.overlaps, has_matrix
     OFFSET, CLIP, HALF_DIM = side.offset, side.clip, rotary_dim // 2
-    ROTATES = side.rotate and not has_matrix
     layout, as_prepared = TileLayout(DIM), spec.feedback_side(side, has_matrix)
     PRODUCT, BUFFERS = layout.nbytes, spec.results_at(side, True)
     BUFFER = as_prepared.buffer_bytes
@@ -261,7 +260,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
                 ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
             angles = uint64(4 * HALF_DIM) * uint64(token)
             subtracted = uint64(0) if MATRIX else offset  # else the product has done it
-            how = (subtracted, ROTATES, call[3] + angles, call[4] + angles, ratio)
+            how = (subtracted, call[3] + angles, call[4] + angles, ratio)
             prepare((buffer, part), (target, exact_target, *wanted), how, bad)
             if part == uint32(0):
                 low, high = uint32(target & uint64(0xFFFFFFFF)), uint32(target >> uint64(32))

@@ -83,16 +83,15 @@ def make_spec(
     segments: Sequence[Segment],
     query: str,
     columns: int,
-    without: str = "",
     *,
     causal: bool = False,
     variant: tuple[str, ...] = (),
 ) -> DecodeSpec:
     """The kernel for arranged segments, with any warps and stages.
 
-    columns: query heads of a KV head, of all queries. without: one of TECHNIQUES, or "". causal:
-    whether a sequence has several queries. variant: fields in use. ConfigError if rows are not
-    aligned, UnsupportedError if a format has no kernel or there are too many rows.
+    columns: query heads of a KV head, of all queries. causal: whether a sequence has several
+    queries. variant: fields in use. ConfigError if rows are not aligned, UnsupportedError if a
+    format has no kernel or there are too many rows.
     """
     for segment in segments:
         _check(segment)
@@ -107,7 +106,6 @@ def make_spec(
         Path(first.k_format, first.v_format, place, dense, run),
         second,
         query,
-        without=without,
         columns=of_warp,
         sharers=sharers,
         causal=causal,

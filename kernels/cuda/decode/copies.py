@@ -104,20 +104,13 @@ def make_locate(path):
     return locate
 
 
-@device_function
-def times_one(count, one):
-    """A count that the compilers do not know, so that LLVM leaves the loop rolled."""
-    return int32(int32(count) * int32(one))
-
-
-def make_copy(staged, path, sharers, rolled):
+def make_copy(staged, path, sharers):
     """The function that asks for the rows of a tile.
 
-    path: how they are found. sharers: warps that ask together. rolled: leave the loop rolled, to
-    measure what unrolled loads bring.
+    path: how they are found. sharers: warps that ask together.
     """
     if staged.dense and staged.landing == staged.fmt.row_bytes:
-        return _make_copy_bytes(staged, path.place, sharers, rolled)
+        return _make_copy_bytes(staged, path.place, sharers)
     DENSE, LANES = staged.dense, 32 * sharers
     WINDOWS, LANDING, REALIGNED = staged.windows, staged.landing, staged.realigned
     ROW_BYTES, RING, BY_ROW = staged.fmt.row_bytes, path.place == "ring", path.by_row
@@ -139,13 +132,7 @@ def make_copy(staged, path, sharers, rolled):
         else:
             low = base + uint64(where[0]) * stride
             high = low
-        count = STEPS
-        if rolled:
-            count = times_one(STEPS, cuda.blockDim.z)
-        for i in range(count):
-            if rolled:
-                if i >= times_one(STEPS, cuda.blockDim.y):
-                    break
+        for i in range(STEPS):
             # piece lane + 32 i, its row and window; simpler where a row's windows divide 32
             row = uint32((lane + uint32(LANES) * uint32(i)) // uint32(WINDOWS))
             window = uint32(lane + uint32(LANES) * uint32(i) - row * uint32(WINDOWS))
@@ -175,7 +162,7 @@ def make_copy(staged, path, sharers, rolled):
     return copy_rows
 
 
-def _make_copy_bytes(staged, place, sharers, rolled):
+def _make_copy_bytes(staged, place, sharers):
     """Make the copy of rows that lie in shared memory as in global memory: one run of bytes."""
     ROW_BYTES, PAGED = staged.fmt.row_bytes, place == "paged"
     TILE_PIECES, HALF_PIECES = TILE * ROW_BYTES // 16, TILE * ROW_BYTES // 32
@@ -198,13 +185,7 @@ def _make_copy_bytes(staged, place, sharers, rolled):
         target += uint32(16) * lane
         # the last copy may bring bytes of the row after `end`, which realign clears
         left = int32(min(end - first, int32(TILE)) * int32(ROW_BYTES) - int32(16) * int32(lane))
-        count = STEPS
-        if rolled:
-            count = times_one(STEPS, cuda.blockDim.z)
-        for i in range(count):
-            if rolled:
-                if i >= times_one(STEPS, cuda.blockDim.y):
-                    break
+        for i in range(STEPS):
             source = low
             if PAGED and LANES * i + LANES > HALF_PIECES:
                 if lane + uint32(LANES * i) >= uint32(HALF_PIECES):

@@ -10,8 +10,8 @@ import copy
 import functools
 import math
 import struct
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -37,7 +37,7 @@ from ..runtime.launch import (
     kernel_of,
 )
 from ..runtime.spec import layout_of
-from ..runtime.workspace import Lease, Workspaces, workspaces_of
+from ..runtime.workspace import Workspaces, workspaces_of
 from .arrange import (
     LOG2_E,
     MOST_TOKENS,
@@ -52,7 +52,7 @@ from .arrange import (
 )
 from .plan import Fit, Plan, fit, narrow, pays, plan, shared_bytes, with_workers
 from .ragged import Cut, Kind, kinds_of
-from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, WIDE, DecodeSpec
+from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, DecodeSpec
 from .tuned import Tuned, measured_plans
 from .wide.spec import widened
 
@@ -72,8 +72,6 @@ ADDRESSES = struct.Struct("@5P")  # of a segment, see Addresses
 SEGMENT_BYTES = ADDRESSES.size + ROWS.size
 
 _launches: dict[Hashable, Prepared] = {}
-USUAL: tuple[Plan | None, str] = (None, "")
-_override = USUAL
 
 
 @dataclass(frozen=True)
@@ -133,13 +131,12 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
         q_indptr if q_indptr is None else _facts(q_indptr),
         call.return_lse,  # the kernel for wide groups is not for it
     )
-    bound = segments.bound if type(segments) is FixedSegments and _override is USUAL else None
+    bound = segments.bound if type(segments) is FixedSegments else None
     launch: Prepared | None = None if bound is None else bound.get(key)
     addresses: Sequence[Addresses] = ()
     if launch is None:
         facts, addresses = _look_at(segments)
-        launches = _launches  # override_plan puts another in its place
-        launch = launches.get((key, facts))
+        launch = _launches.get((key, facts))
         if launch is None:
             checked = check(call) if check else call
             try:
@@ -147,7 +144,7 @@ def attend(call: AttentionCall, check: Check | None = None) -> State:
             except Rehearsed:
                 launch = Nothing((*q.shape[:-1], checked.segments[0].v_format.head_dim))
                 return launch(call, address, addresses)
-            keep(launches, (key, facts), launch)
+            keep(_launches, (key, facts), launch)
         if bound is not None:
             bound.keep(key, launch.bind(addresses))
     if index == current_device():
@@ -205,10 +202,11 @@ def _facts_of_variant(variant: AttentionVariant) -> Hashable:
     return tuple(_facts(one) if isinstance(one, torch.Tensor) else one for one in variant)
 
 
-def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -> Work:
+def describe(call: AttentionCall, kind: Kind | None = None, *, may_widen: bool = True) -> Work:
     """What a call with work to do asks for, as plan.plan wants it; errors as of attend.
 
-    without: as of override_plan. kind: of pieces, if queries are ragged; None for the last.
+    kind: of pieces, if queries are ragged; None for the last. may_widen: whether the kernel for
+    wide groups is taken where it pays.
     """
     q, segments, _, _, _, q_lens, variant, *_ = call
     batch, q_len, num_q_heads, _ = _four_axes(call).shape
@@ -229,11 +227,9 @@ def describe(call: AttentionCall, without: str = "", kind: Kind | None = None) -
         kind = kind or _kinds_of(call)[-1]
         batch, q_len = kind.room, kind.size
     count = ratio * q_len
-    left_out = "" if without == WIDE else without
-    spec = make_spec(ordered, codec_of("q", q), count, left_out, causal=causal, variant=names)
+    spec = make_spec(ordered, codec_of("q", q), count, causal=causal, variant=names)
     spec = narrow(replace(spec, ragged=ragged), gpu)
-    exact = call.return_lse or without == WIDE
-    if gpu.capability == WARPGROUPS and not exact:
+    if gpu.capability == WARPGROUPS and may_widen and not call.return_lse:
         wide = widened(spec, count)
         if wide is not None:
             units = batch * num_kv_heads * -(-count // wide.block_columns)
@@ -269,24 +265,6 @@ def _four_axes(call: AttentionCall) -> torch.Tensor:
     if call.q_indptr is not None:
         return q[None]
     return q if q.ndim == 4 else q[:, None]
-
-
-@contextmanager
-def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
-    """Let all calls, of all threads, follow a plan or leave a technique out: to measure it.
-
-    plan: its splits are of the segments in Work.order; None for the usual one; not for the kernel
-    for wide groups, nor for ragged queries. without: one of spec.TECHNIQUES, spec.WIDE, or "". Do
-    not replay graphs that were captured meanwhile: others get their counters.
-    """
-    global _override, _launches
-    before = _override, _launches
-    _override, _launches = (plan, without), {}
-    try:
-        with Lease():
-            yield
-    finally:
-        _override, _launches = before
 
 
 class Launch:
@@ -487,8 +465,7 @@ def _prepare(call: AttentionCall) -> Prepared:
 
 def _prepare_launch(call: AttentionCall, kind: Kind | None = None) -> Launch:
     num_splits, device = call.num_splits, call.q.get_device()
-    chosen, without = _override
-    work = describe(call, without, kind)
+    work = describe(call, kind)
 
     def choose(spec: DecodeSpec, asked: Work = work, registers: int | None = None) -> Plan:
         rows = _measured_plans()
@@ -496,17 +473,21 @@ def _prepare_launch(call: AttentionCall, kind: Kind | None = None) -> Launch:
 
     if work.spec.is_wide and is_rehearsed(call.q):
         # other batches gain nothing by the kernel for wide groups (plan.pays): note both kernels
-        exact = describe(call, WIDE, kind)
+        exact = describe(call, kind, may_widen=False)
         with suppress(Rehearsed):
             _load(exact, choose(exact.spec, exact), device)
-    kernel, fitted = _load(work, chosen or choose(work.spec), device)
-    while chosen is None and not fitted.blocks:  # it takes more registers than was thought
+    kernel, fitted = _load(work, choose(work.spec), device)
+    while not fitted.blocks:  # it takes more registers than was thought
         smaller = choose(fitted.spec, registers=kernel.registers)
         kernel, fitted = _load(work, smaller, device)
-    if chosen is None:
-        chosen = choose(fitted.spec, registers=kernel.registers)
-        if num_splits is None and work.batch > 1:  # lengths may differ
-            chosen = with_workers(chosen, fitted, work.units, work.capacities)
+    chosen = choose(fitted.spec, registers=kernel.registers)
+    if num_splits is None and work.batch > 1:  # lengths may differ
+        chosen = with_workers(chosen, fitted, work.units, work.capacities)
+    return _made(call, work, chosen, kernel, fitted)
+
+
+def _made(call: AttentionCall, work: Work, chosen: Plan, kernel: Kernel, fitted: Fit) -> Launch:
+    """The launch of a call by a plan, whose kernel is loaded."""
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(call.q.device)
     return Launch(call, work, chosen, kernel, shared, fitted.most_parts, spaces)

@@ -71,17 +71,15 @@ def make_attend(spec, path, keep, recall):
     K_TILE = TILE * k.landing
     K_REALIGNED, V_REALIGNED = k.realigned, v.realigned
     V_STRIDE, clear_row = v.stride, make_clear_row(v)
-    V_BF16, PREFETCH_V = operand_of(v.fmt) == "bf16", spec.without != "V prefetch"
+    V_BF16 = operand_of(v.fmt) == "bf16"
     FRAGMENTS = EIGHTS * QueryWords(k, spec.query).fragments
     SUMS, SCORES, PAIRS = EIGHTS * v.sums, 8 * EIGHTS, 2 * EIGHTS
     HEADERS = 4 * EIGHTS
-    ROLLED = spec.without == "unrolled loads"
-    wait_for_oldest, wait_for_values = wait_copies[STAGES - 2], wait_copies[1]
-    wait_for_all = wait_copies[0]
+    wait_for_oldest, wait_for_all = wait_copies[STAGES - 2], wait_copies[0]
     meet = _make_meet(SHARERS)
     find_rows, locate = make_find_rows(spec, path), make_locate(path)
-    copy_k = make_copy(k, path, SHARERS, ROLLED)
-    copy_v = make_copy(v, path, SHARERS, ROLLED)
+    copy_k = make_copy(k, path, SHARERS)
+    copy_v = make_copy(v, path, SHARERS)
     realign_k = make_realign(k, path)
     realign_v = make_realign(v, path)
     load_query, keep_query = make_load_query(k, spec), make_keep_query(k, spec)
@@ -131,9 +129,8 @@ def make_attend(spec, path, keep, recall):
             stage = uint32(ring + uint32(s * STAGE_BYTES))
             if asked < limit:
                 copy_k(stage, k_base, where, asked, limit, k_outer, k_row, around, mask)
-                if PREFETCH_V:
-                    stage = uint32(stage + uint32(K_TILE))
-                    copy_v(stage, v_base, where, asked, limit, v_outer, v_row, around, mask)
+                stage = uint32(stage + uint32(K_TILE))
+                copy_v(stage, v_base, where, asked, limit, v_outer, v_row, around, mask)
             commit_copies()
             where = following
             asked = int32(asked + int32(STEP))
@@ -181,18 +178,12 @@ def make_attend(spec, path, keep, recall):
             # Step 3: ask for the tile that is STAGES - 1 ahead
             wait_for_oldest()
             meet(of_ring)
-            if not PREFETCH_V:
-                here = locate(first, end, index, shift)
-                stage = uint32(ring + current * uint32(STAGE_BYTES) + uint32(K_TILE))
-                copy_v(stage, v_base, here, first, end, v_outer, v_row, around, mask)
-                commit_copies()
             following = locate(int32(asked + int32(STEP)), end, index, shift)
             if asked < end:
                 stage = uint32(ring + ahead * uint32(STAGE_BYTES))
                 copy_k(stage, k_base, where, asked, end, k_outer, k_row, around, mask)
-                if PREFETCH_V:
-                    stage = uint32(stage + uint32(K_TILE))
-                    copy_v(stage, v_base, where, asked, end, v_outer, v_row, around, mask)
+                stage = uint32(stage + uint32(K_TILE))
+                copy_v(stage, v_base, where, asked, end, v_outer, v_row, around, mask)
             commit_copies()
             where = following
             asked = int32(asked + int32(STEP))
@@ -208,9 +199,6 @@ def make_attend(spec, path, keep, recall):
             scores_of(scores, k_rows, lane, query)
             change_scores(scores, factors, first, lane, results[0], common, counts)
             mask_scores(scores, first, end, lane, results[0], common, counts, sight)
-            if not PREFETCH_V:
-                wait_for_values()
-                meet(of_ring)
             if V_REALIGNED:
                 cuda.syncwarp()
                 realign_v(v_rows, scratch, v_base, first, end, v_row, around, mask)
@@ -261,7 +249,6 @@ def _make_add_values(spec, path):
     EIGHTS, PAIRS, V_HALF = spec.eights, 2 * spec.eights, 16 * v.stride
     V_EXACT, V_BF16 = v.fmt.is_exact, operand_of(v.fmt) == "bf16"
     P_IN_TWO = V_BF16 and spec.query == "fp16"  # bf16 has fewer digits than out
-    LAZILY = spec.without != "lazy rescale"
     load_header, accumulate = make_load_header(v), make_accumulate(v, spec.query, EIGHTS)
     largest_scales = make_largest_scales(v)
     rescale = _make_rescale(v.sums, EIGHTS)
@@ -274,7 +261,7 @@ def _make_add_values(spec, path):
         headers = (load_header(v_rows, lane), load_header(v_rows + uint32(V_HALF), lane))
 
         # Step 5: rescale
-        grown = not LAZILY
+        grown = False
         highest = cuda.local.array(PAIRS, float32)
         for i in range(PAIRS):
             j = 8 * (i // 2) + i % 2

@@ -25,9 +25,6 @@ AHEAD, ASKED, LEAST_PARTS = 8, 3, 64
 KEPT = 64  # bytes in which a warp keeps what it needs after its attention
 UNIT_STEPS = 2  # what a unit costs besides its tokens where work is balanced (schedule.py)
 MORE_PARTS = 4  # of a unit than its longest segment is cut into
-# what the kernel can be compiled without, to measure what it brings
-TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
-WIDE = "wide groups"  # to measure what the kernel for them brings (wide/spec.py), in its place
 
 COMMON: Table = (
     ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
@@ -155,7 +152,6 @@ class DecodeSpec(Spec):
         second: of the second and third (16-bit sinks and recent rows), or None.
         query: "bf16" or "fp16", the codec of q and out.
         stages: tiles of K and V in a warp's ring.
-        without: one of TECHNIQUES to leave out, or "".
         columns: that a warp multiplies every code with, a multiple of 8.
         sharers: warps that share a ring, each with columns of its own.
         overlapped: whether the next launch may begin, and wait for this one; sm_90 and newer.
@@ -169,7 +165,6 @@ class DecodeSpec(Spec):
     query: str = "bf16"
     warps: int = 4
     stages: int = 3
-    without: str = ""
     columns: int = MMA_COLUMNS
     sharers: int = 1
     overlapped: bool = False
@@ -227,15 +222,10 @@ class DecodeSpec(Spec):
         """Whether scores are more than q·k times a factor."""
         return bool({"alibi_slopes", "score_offsets", "soft_cap"} & {*self.variant})
 
-    @property
-    def padded(self) -> bool:
-        """Whether rows in shared memory are padded against bank conflicts."""
-        return self.without != "padded shared memory"
-
     def rows(self, path: Path) -> tuple[StagedRow, ...]:
         """K and V of a path in shared memory."""
         dense = path.dense and path.place != "ring"
-        return tuple(StagedRow(fmt, dense, self.padded) for fmt in (path.k_format, path.v_format))
+        return tuple(StagedRow(fmt, dense) for fmt in (path.k_format, path.v_format))
 
     def stages_of(self, path: Path) -> int:
         """Tiles in a warp's ring on a path; the second has few tokens and should not cost room."""

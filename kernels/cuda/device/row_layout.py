@@ -176,13 +176,11 @@ class RowSpec:
 class StagedRow:
     """The facts of a format in shared memory, for constants of a kernel.
 
-    dense: whether rows have no gaps in global memory. padded: whether a unit is added against bank
-    conflicts; False only to measure these.
+    dense: whether rows have no gaps in global memory.
     """
 
     fmt: RowFormat
     dense: bool = True
-    padded: bool = True
 
     def __post_init__(self) -> None:
         fmt, span = self.fmt, self.span
@@ -258,7 +256,8 @@ class StagedRow:
         return group + (self.prefix - self.fmt.header_bytes) // 4
 
     def _spread(self, units: int, even: int) -> int:
-        return UNIT * (units + (self.padded and units % even == 0))
+        """Bytes of so many units, and of one more against bank conflicts."""
+        return UNIT * (units + (units % even == 0))
 
     @property
     def parts(self) -> int:

@@ -1,16 +1,12 @@
-"""New rows from shared memory to float32: RoPE, an offset, a rotation, as kvquant/rows/basis.py.
+"""New rows from shared memory to float32: RoPE and an offset, as kvquant/rows/basis.py.
 
-Lane `part` of a row has its elements 16 part to 16 part + 15. A butterfly is among a lane's own
-elements up to a stride of 8, then with another lane's. Every operation rounds by itself.
+Lane `part` of a row has its elements 16 part to 16 part + 15. Every operation rounds by itself.
 
     units of 16 bytes in shared memory     0 1 2 3 4 5 6 7 | 9 8 11 10 13 12 15 14 | 16 17 ...
 
 Every other 8 units are swapped in pairs against bank conflicts.
 """
 
-import math
-
-import numpy as np
 from numba import cuda, float32, uint32, uint64
 
 from .codes import HALVES
@@ -24,8 +20,6 @@ from .ptx import (
     load_shared_u16,
     load_shared_u32x4,
     multiply,
-    multiply_add,
-    shfl_xor,
     subtract,
 )
 from .row_layout import ELEMENTS, SIZES
@@ -87,10 +81,9 @@ def make_transform(spec, side, rotary_dim, swizzled=True):
     stage, the row's first element, part, 16 floats for the result, offset, cos, sin."""
     HEAD_DIM = side.fmt.head_dim
     ACTIVE, FULL = HEAD_DIM // ELEMENTS, spec.lanes * ELEMENTS == HEAD_DIM
-    TURNS, OFFSET, ROTATES = rotary_dim > 0, side.offset, side.rotate
+    TURNS, OFFSET = rotary_dim > 0, side.offset
     load = make_load(spec.source, swizzled)
     turn = _make_turn(spec.source, rotary_dim, spec.interleaved, swizzled)
-    rotate = make_rotate(HEAD_DIM)
 
     @device_function
     def transform(stage, first, part, x, offset, cos, sin):
@@ -102,8 +95,6 @@ def make_transform(spec, side, rotary_dim, swizzled=True):
             turn(stage, first, element, x, cos, sin)
         if OFFSET:
             subtract_offset(x, element, offset)
-        if ROTATES:
-            rotate(x, part)
 
     return transform
 
@@ -185,44 +176,3 @@ def _make_load_one(codec, swizzled):
         return widen(uint32(load_shared_u16(place)))[0]
 
     return load_one
-
-
-def make_rotate(head_dim):
-    """Make the function that rotates a row by blocks of the largest power of two in head_dim."""
-    SIZE = head_dim & -head_dim
-    FACTOR = float(np.float32(1 / math.sqrt(SIZE)))
-    one, two, four, eight = (_make_within(stride) for stride in (1, 2, 4, 8))
-    STEPS = (SIZE // ELEMENTS).bit_length() - 1
-
-    @device_function
-    def across(x, lane, sign):
-        for i in range(ELEMENTS):
-            x[i] = multiply_add(sign, x[i], shfl_xor(x[i], lane))  # sign is 1 or -1: a sum
-
-    @device_function
-    def rotate(x, part):
-        one(x)
-        two(x)
-        four(x)
-        eight(x)
-        for step in range(STEPS):
-            lane = uint32(1 << step)
-            across(x, lane, float32(-1.0) if part & lane else float32(1.0))
-        for i in range(ELEMENTS):
-            x[i] = multiply(x[i], float32(FACTOR))
-
-    return rotate
-
-
-def _make_within(stride):
-    """Make the butterflies of a stride within a lane."""
-
-    @device_function
-    def within(x):
-        for pair in range(ELEMENTS // 2):
-            lower = pair // stride * 2 * stride + pair % stride
-            a, b = x[lower], x[lower + stride]
-            x[lower] = add(a, b)
-            x[lower + stride] = subtract(a, b)
-
-    return within

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,19 +25,6 @@ _CLEAR = KVQuantError, torch.OutOfMemoryError  # say what has happened themselve
 # torch before 2.8 has it under another name
 _ENDINGS = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory still asks them
-
-
-class Steps(Protocol):
-    """What a step needs of a CachedModel; model.py makes steps, so this module cannot import it."""
-
-    def past_of(self, cache: KVCache) -> Any: ...
-    def read_in_bases(self, cache: KVCache) -> list[Any]: ...
-    def plain(self, tokens: torch.Tensor) -> torch.Tensor: ...
-    def call(self, past: Any, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor: ...
-    def compiled(self) -> Call: ...
-    def check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None: ...
-    def not_captured(self, cache: KVCache) -> str | None: ...
-    def not_compiled(self, past: Any) -> str | None: ...
 
 
 class _TakeBack(Exception):
@@ -88,7 +75,7 @@ class CapturedStep:
     """
 
     @torch.inference_mode(False)  # else the tokens could not be changed outside
-    def __init__(self, model: Steps, cache: KVCache, *, compile: bool = False) -> None:
+    def __init__(self, model: Any, cache: KVCache, *, compile: bool = False) -> None:
         from ...kernels.cuda.runtime.workspace import Lease
 
         check_flag("compile", compile)
@@ -168,7 +155,7 @@ class CapturedStep:
         return self._logits
 
 
-def _check(model: Steps, cache: KVCache) -> None:
+def _check(model: Any, cache: KVCache) -> None:
     """Raise unless a step of the model with the cache can be captured, as far as is known."""
     if cache.device.type != "cuda":
         raise DeviceError(f"the cache is on {cache.device}: a step is captured on CUDA only")
@@ -178,9 +165,9 @@ def _check(model: Steps, cache: KVCache) -> None:
         raise UnsupportedModelError(f"this model's step cannot be captured: {why}")
 
 
-def _compiled(model: Steps, cache: KVCache, past: Any, tokens: torch.Tensor) -> Call:
+def _compiled(model: Any, cache: KVCache, past: Any, tokens: torch.Tensor) -> Call:
     """Compile a model's call for steps of one token; the cache keeps the same tokens."""
-    call = model.compiled()
+    call: Call = model.compiled()
     _try(cache, model.call, past, tokens)  # it checks layers and makes masks: a graph cannot
     try:
         _try(cache, call, past, tokens)

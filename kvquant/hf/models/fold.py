@@ -86,7 +86,7 @@ def find_projections(model: Any) -> dict[int, Projections]:
                     f"layer {layer} of {name} attends to values that no linear layer of it gives "
                     "as they are (a norm, a rotation, or interleaved heads): they cannot be folded"
                 )
-        if seen.after is None or not torch.equal(seen.after[1], seen.out.flatten(2)):
+        if not torch.equal(seen.after[1], seen.out.flatten(2)):
             raise UnsupportedModelError(
                 f"layer {layer} of {name} has no linear layer that takes what attention gives as "
                 "it is (a gate or a norm stands between): its values cannot be folded"

@@ -44,15 +44,48 @@ class Shown(NamedTuple):
 
 
 class DecoderHook:
-    """A hook on a model's decoder that shows each cache the arguments of its calls.
+    """A hook on the decoder of a cache's model, which shows the arguments of its calls.
 
     Some models do not pass them on to attention (Llama 4, Granite 4 hybrids). The hook ignores
     calls without a QuantizedCache, and goes with this object.
+
+    Attributes:
+        shown: the decoder's arguments in this call.
+        awaits_whole_text: in the next call: generate drafts.
+        names_positions: the model does, so that generate gives it position_ids.
+        stop: removes the hook, which listen sets again.
     """
 
-    def __init__(self, decoder: torch.nn.Module) -> None:
-        handle = decoder.register_forward_pre_hook(_see, with_kwargs=True)
-        weakref.finalize(self, handle.remove)
+    def __init__(self, decoder: torch.nn.Module, *, names_positions: bool) -> None:
+        self._decoder, self.names_positions = weakref.ref(decoder), names_positions
+        self.shown, self.awaits_whole_text = Shown(), False
+        self.stop: Any = None
+        self.listen()
+
+    @classmethod
+    def of(cls, model: Any) -> DecoderHook:
+        names_positions = "position_ids" in inspect.signature(model.forward).parameters
+        return cls(model.get_decoder(), names_positions=names_positions)
+
+    def listen(self) -> bool:
+        """Hook the decoder, if that is not hooked; False if it is gone."""
+        decoder = self._decoder()
+        if decoder is not None and not (self.stop and self.stop.alive):
+            hook = decoder.register_forward_pre_hook(_see, with_kwargs=True)
+            self.stop = weakref.finalize(self, hook.remove)
+        return decoder is not None
+
+    def take(self) -> Shown:
+        """The decoder's arguments in this call; the next one has others."""
+        shown, self.shown = self.shown, Shown()
+        return shown
+
+    def copied(self) -> DecoderHook | None:
+        """The hook of another cache on the same decoder."""
+        decoder = self._decoder()
+        if decoder is None:
+            return None
+        return DecoderHook(decoder, names_positions=self.names_positions)
 
 
 def _see(
@@ -61,22 +94,23 @@ def _see(
     if given is None:  # torch calls a hook so that was removed while the call began
         return None
     past: Any = next((given[name] for name in NAMES if name in given), None)
-    if not isinstance(getattr(past, "shown", None), Shown) or torch.compiler.is_compiling():
+    hook = getattr(past, "hook", None)
+    if not isinstance(hook, DecoderHook) or torch.compiler.is_compiling():
         return None
     if given.get("use_cache") is False:
         past.end_call()  # masks may have been made before
         raise ConfigError(UNUSED)
     mask, cut = given.get("attention_mask"), None
     columns = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-    if past.awaits_whole_text:
-        past.awaits_whole_text = False
+    if hook.awaits_whole_text:
+        hook.awaits_whole_text = False
         names = inspect.signature(decoder.forward).parameters
         given = dict(zip(names, args, strict=False)) | given
         both = given.get("input_ids"), given.get("inputs_embeds")
         came = next((one.shape[1] for one in both if one is not None), 0)
         # generate gives positions to every model that names them. The user's own call may leave
         # them out after a generate that failed before it drafted
-        is_of_generate = given.get("position_ids") is not None or not past.names_positions
+        is_of_generate = given.get("position_ids") is not None or not hook.names_positions
         held = past.length_of(0)
         if is_of_generate and _is_whole(came, columns, given.get("position_ids"), held):
             try:
@@ -85,7 +119,7 @@ def _see(
                 past.end_call()  # masks may have been made before
                 raise
             cut = (), given
-    past.shown = Shown(given.get("position_ids"), columns)
+    hook.shown = Shown(given.get("position_ids"), columns)
     return cut
 
 

@@ -144,28 +144,17 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
         UnsupportedModelError: weights are offloaded, or a layer with latent attention has none.
     """
     found: dict[int, torch.Tensor] = {}
-
-    def see(linear: torch.nn.Module, _: Any) -> None:
-        last = _watch.last
-        if last is not None and any(child is linear for child in last.modules()):
-            assert isinstance(linear, torch.nn.Linear) and isinstance(last.layer_idx, int)
-            check_here(linear, f"layer {last.layer_idx} of {type(model).__name__}")
-            weight = linear.weight.detach()
-            if hands_latents(last):
-                heads = _latent_heads(last)
-                if weight.shape[1] != heads.output_dim:
-                    return  # a gate (Ling 3)
-                weight = heads.output_factor(weight)
-            found[last.layer_idx] = weight
-            _watch.last = None
-
-    with hooked(linear.register_forward_pre_hook(see) for linear in linears(model)):
-        observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
+    for layer, seen in observe_linears(model).items():
+        linear, _ = seen.after
+        check_here(linear, f"layer {layer} of {type(model).__name__}")
+        weight = linear.weight.detach()
+        is_latent = hands_latents(seen.module)
+        found[layer] = _latent_heads(seen.module).output_factor(weight) if is_latent else weight
     for module in filter(hands_latents, model.modules()):
-        layer: Any = module.layer_idx
-        if layer in _watch.owners and layer not in found:
+        index: Any = module.layer_idx
+        if index in _watch.owners and index not in found:
             raise UnsupportedModelError(
-                f"layer {layer} ({type(module).__name__}) has no torch.nn.Linear behind attention "
+                f"layer {index} ({type(module).__name__}) has no torch.nn.Linear behind attention "
                 "that takes what all heads give, and errors of latents are weighed by it: load the "
                 "model without quantization"
             )
@@ -191,18 +180,21 @@ class Linears:
     """What passes through the linear layers of an attention layer.
 
     Attributes:
+        module: that attends.
         owner: the layer whose keys and values it attends to.
         value: [batch, num_kv_heads, tokens, head_dim], as attention meets them.
         before: the linear layers that have run in its module, and their outputs.
         out: [batch, tokens, num_q_heads, head_dim], of attention.
-        after: the first one that ran there after attention, and its input.
+        after: the first one that ran there after attention and takes what all heads give, and its
+            input.
     """
 
+    module: torch.nn.Module
     owner: int
     value: torch.Tensor
     before: list[tuple[torch.nn.Linear, torch.Tensor]]
     out: torch.Tensor
-    after: tuple[torch.nn.Linear, torch.Tensor] | None = None
+    after: tuple[torch.nn.Linear, torch.Tensor]
 
 
 def observe_linears(model: Any) -> dict[int, Linears]:
@@ -220,11 +212,13 @@ def observe_linears(model: Any) -> dict[int, Linears]:
             return
         assert isinstance(linear, torch.nn.Linear) and isinstance(last.layer_idx, int)
         assert _watch.out is not None
+        if hands_latents(last) and linear.weight.shape[1] != _latent_heads(last).output_dim:
+            return  # a gate (Ling 3)
         layer, own = last.layer_idx, list(last.modules())
         before = [(one, x) for one, x in given.items() if isinstance(one, torch.nn.Linear)]
         before = [(one, x) for one, x in before if any(child is one for child in own)]
         out, after = _watch.out, (linear, taken[0])
-        found[layer] = Linears(_watch.owners[layer], values[layer], before, out, after)
+        found[layer] = Linears(last, _watch.owners[layer], values[layer], before, out, after)
         _watch.last = None
 
     def observer(

@@ -21,16 +21,7 @@ import torch
 from ...debug import is_recorded
 from ...errors import AccuracyError, KVQuantError, UnsupportedModelError
 from ...rows.format import RowFormat
-from ...rows.probe import (
-    FEW_BITS,
-    MEASURE,
-    REFUSED,
-    TOKENS,
-    WARNED,
-    combined,
-    divergence,
-    loss_of,
-)
+from ...rows.probe import FEW_BITS, MEASURE, REFUSED, TOKENS, WARNED, combined, divergence, loss_of
 from .configs import CacheLayers, cache_layers, input_device, layers_of_rank
 from .fingerprint import fingerprint, fingerprint_of
 from .observe import observe

@@ -21,7 +21,6 @@ from kvquant.kernels.cpu import compile as compiling
 from kvquant.kernels.cpu.parallel import run
 from kvquant.kernels.cpu.simd import argument, store_int
 
-Damage = Callable[[Path], object]
 touched: list[str] = []
 
 
@@ -103,60 +102,36 @@ class Poison:
         return touched.append, ("poison",)
 
 
-def cut(path: Path) -> object:
-    return path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path: Path) -> object:
-    return path.write_bytes(b"")
-
-
-def flip(path: Path) -> object:
-    data, rng = bytearray(path.read_bytes()), random.Random(0)
+def flip(data: bytes) -> bytes:
+    changed, rng = bytearray(data), random.Random(0)
     for _ in range(4):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return path.write_bytes(data)
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
 
 
-def flip_the_digest(path: Path) -> object:
-    data = path.read_bytes()
-    return path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "flipped": flip,
+    "another digest": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "poison": lambda data: pickle.dumps(Poison()),
+    "no pickle": lambda data: disk_cache.seal(b"no pickle"),
+    "pickle of something": lambda data: disk_cache.seal(pickle.dumps((1, 2, 3))),
+}
 
 
-def poison(path: Path) -> object:
-    return path.write_bytes(pickle.dumps(Poison()))
-
-
-def no_pickle(path: Path) -> object:
-    return path.write_bytes(disk_cache.seal(b"no pickle"))
-
-
-def pickle_of_something(path: Path) -> object:
-    return path.write_bytes(disk_cache.seal(pickle.dumps((1, 2, 3))))
-
-
-@pytest.mark.parametrize(
-    "damage", [cut, empty, flip, flip_the_digest, poison, no_pickle, pickle_of_something]
-)
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_not_loaded_and_made_anew(
-    folder: Path, compilations: list[str], damage: Damage
+    folder: Path, compilations: list[str], damage: Callable[[bytes], bytes]
 ) -> None:
     make(4)
     (path,) = folder.iterdir()
-    damage(path)
+    path.write_bytes(damage(path.read_bytes()))
     assert result(make(4)) == 1004
     assert not touched
     assert len(compilations) == 2
     assert disk_cache.unseal(path.read_bytes()) is not None
     assert result(make(4)) == 1004 and len(compilations) == 2
-
-
-def open_the_file(path: Path) -> None:
-    path.chmod(0o620)
-
-
-def open_the_folder(path: Path) -> None:
-    path.parent.chmod(0o777)
 
 
 def a_folder_in_its_place(path: Path) -> None:
@@ -169,15 +144,21 @@ def a_pipe_in_its_place(path: Path) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize(
-    "damage", [open_the_file, open_the_folder, a_folder_in_its_place, a_pipe_in_its_place]
-)
+OPEN: dict[str, Callable[[Path], object]] = {
+    "the file": lambda path: path.chmod(0o620),
+    "the folder": lambda path: path.parent.chmod(0o777),
+    "a folder in its place": a_folder_in_its_place,
+    "a pipe in its place": a_pipe_in_its_place,
+}
+
+
+@pytest.mark.parametrize("open_to_others", OPEN.values(), ids=OPEN)
 def test_what_others_can_have_written_is_not_used_and_said_once(
-    folder: Path, compilations: list[str], damage: Damage
+    folder: Path, compilations: list[str], open_to_others: Callable[[Path], object]
 ) -> None:
     make(5)
     (path,) = folder.iterdir()
-    damage(path)
+    open_to_others(path)
     with pytest.warns(RuntimeWarning, match="CPU kernels cannot be kept") as warned:
         assert [result(make(5)), result(make(6))] == [1005, 1006]
     assert len(compilations) == 3 and len(warned) == 1

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from decode_cases import Case, make_call
+from forced_plan import forced
 from made_up_codec import INT5
 from simulated_launches import orders_of, simulated
 
@@ -71,7 +72,7 @@ def run_case(name: str, case: Case) -> dict[str, float]:
                 spec = launching.describe(call).spec
                 assert spec.is_wide
                 chosen = replace(chosen, warps=spec.warps, stages=spec.stages)
-            with launching.override_plan(chosen, case.without):
+            with forced(chosen, may_widen=True):
                 out, lse = launching.attend(call)
         assert not any(one.any() for one in simulation.counters), "not 0 after the launch"
         outs.append(out)

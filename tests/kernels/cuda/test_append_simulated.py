@@ -24,7 +24,7 @@ for names in ("int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "fp8-g8 int8", "int3 i
     CASES[f"{k} and {v}"] = {"k": k, "v": v, "tokens": 5}
 for head_dim in (64, 80, 96, 112, 192, 256):
     for k in ("int4", "int8-g8", "bf16"):
-        CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "rotate": "k"}
+        CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "offset": "k"}
 ODD = ("int4-g8", 80), ("int8-g4", 112), ("int4-g4", 96), ("fp8-g2", 192)
 FEW = [("int2", head_dim) for head_dim in (64, 80, 96, 112, 192, 256)]
 FEW += [("int3", head_dim) for head_dim in (64, 96, 192, 256)]
@@ -38,7 +38,7 @@ CASES |= {
     "more heads than stages": {"tokens": 4, "heads": 6},
     "blocks of two heads, the last of one": {"tokens": 48, "heads": 3},
     "fp16": {"source": "fp16", "hostile": True, "tokens": 14},
-    "float32": {"source": "fp32", "hostile": True, "tokens": 14, "rotate": "v"},
+    "float32": {"source": "fp32", "hostile": True, "tokens": 14, "offset": "v"},
     "heads before tokens": {"layout": "heads", "heads": 2},
     "a part of a wider tensor": {"layout": "fused", "heads": 2},
     "elements that are not aligned": {"layout": "odd", "heads": 2},
@@ -48,17 +48,16 @@ CASES |= {
     "tokens left out": {"skip": True},
     "nothing counted": {"bad": False, "hostile": True},
     "offset": {"offset": "k", "heads": 2},
-    "rotation": {"rotate": "v", "heads": 2},
-    "offset and rotation": {"offset": "kv", "rotate": "kv", "heads": 2, "hostile": True},
+    "offsets of both": {"offset": "kv", "heads": 2, "hostile": True},
     "RoPE": {"rotary_dim": 128, "heads": 2},
     "RoPE of a part": {"rotary_dim": 64},
     "RoPE of neighbours": {"rotary_dim": 128, "interleaved": True},
     "RoPE of a part of neighbours": {"rotary_dim": 36, "interleaved": True},
     "RoPE of odd halves": {"rotary_dim": 20, "head_dim": 80, "k": "int4"},
     "RoPE of odd halves, float32": of("rotary_dim=20 head_dim=80 k=int4 source=fp32"),
-    "RoPE, offset and rotation": {"rotary_dim": 128, "offset": "k", "rotate": "k", "k": "int8"},
+    "RoPE and an offset": {"rotary_dim": 128, "offset": "k", "k": "int8"},
     "16-bit rows": {"exact": "bf16", "tokens": 8, "heads": 2},
-    "16-bit rows with NaN": {"exact": "bf16", "tokens": 14, "hostile": True, "rotate": "k"},
+    "16-bit rows with NaN": {"exact": "bf16", "tokens": 14, "hostile": True, "offset": "k"},
     "16-bit rows, fp16": {"exact": "fp16", "tokens": 14, "hostile": True, "k": "int4", "v": "fp8"},
     "16-bit rows, tokens left out": {"exact": "bf16", "tokens": 9, "skip": True},
     "16-bit rows, head_dim 80": {"exact": "bf16", "tokens": 8, "head_dim": 80, "k": "int8"},
@@ -77,8 +76,8 @@ CASES |= {
     "feedback, 16-bit rows, a lane a row": of(
         "feedback=v v=int8-g4 head_dim=64 tokens=9 exact=fp16 skip=True heads=2"
     ),
-    "feedback, RoPE, offset and rotation": of(
-        "feedback=k head_dim=64 tokens=4 offset=k rotate=k clip=v rotary_dim=64 layout=fused "
+    "feedback, RoPE and an offset": of(
+        "feedback=k head_dim=64 tokens=4 offset=k clip=v rotary_dim=64 layout=fused "
         "heads=2 pages=tokens page_size=5"
     ),
     "feedback, odd halves": of(
@@ -92,7 +91,7 @@ CASES |= {
     ),
     "feedback in a step": {"feedback": "kv", "clip": "k", "tokens": 9, "heads": 2, "k": "int4-g2"},
     "feedback in a step, 16-bit rows": of(
-        "feedback=kv exact=bf16 rotate=k offset=kv tokens=11 hostile=True k=int8-g8 v=int4-g4"
+        "feedback=kv exact=bf16 offset=kv tokens=11 hostile=True k=int8-g8 v=int4-g4"
     ),
     "feedback and matrices in a step": of(
         "feedback=kv matrix=k offset=kv exact=fp16 head_dim=80 tokens=5 queries=1 k=int4 v=int8"
@@ -103,7 +102,7 @@ CASES |= {
     "matrices of unlike head_dims": of("matrix=kv v_head_dim=192 v=int8-g4 tokens=3"),
     "a matrix of V alone": {"matrix": "v", "heads": 2, "rotary_dim": 64, "clip": "kv", "tokens": 9},
     "matrices and queries": {"matrix": "kv", "offset": "k", "tokens": 3, "heads": 2, "queries": 1},
-    "queries and a rotation": of("rotate=kv offset=kv head_dim=64 queries=2 exact=bf16 skip=True"),
+    "queries and offsets": of("offset=kv head_dim=64 queries=2 exact=bf16 skip=True"),
     "queries, head_dim 256": {"head_dim": 256, "queries": 1, "tokens": 2, "source": "fp16"},
     "queries of many tokens": {"matrix": "k", "head_dim": 64, "queries": 2, "tokens": 17},
     "matrices and queries, groups of tokens": of(
@@ -114,14 +113,13 @@ CASES |= {
         "matrix=k layout=fused head_dim=80 queries=2 tokens=9"
     ),
     "a matrix after RoPE": {"matrix": "k", "rotary_dim": 64, "head_dim": 64},
-    "a matrix after a rotation": {"matrix": "kv", "rotate": "k", "head_dim": 64},
     "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},
     "feedback of fp8 is none": {"feedback": "kv", "matrix": "k", "k": "fp8", "tokens": 3},
 }
 for k, v in (("int3", "int2"), ("int2", "int3")):
     CASES |= {
-        f"few bits, {k}, RoPE, offset, rotation, clipped": of(
-            f"rotary_dim=64 offset=k rotate=k clip=kv k={k} v={v} heads=2 tokens=6"
+        f"few bits, {k}, RoPE, offset, clipped": of(
+            f"rotary_dim=64 offset=k clip=kv k={k} v={v} heads=2 tokens=6"
         ),
         f"few bits, {k}, 16-bit rows": of(f"exact=bf16 tokens=14 hostile=True k={k} v={v}"),
         f"feedback, few bits, {k}": of(
@@ -166,7 +164,7 @@ CASES |= {
 # one of each kind, of which a user's change breaks most; all others are slow
 USUAL = (
     "int4-g4",
-    "RoPE, offset and rotation",
+    "RoPE and an offset",
     "feedback, 16-bit rows",
     "feedback, few bits, int3",
     "latents, int4-g8+fp8-g4, 16-bit rows",

@@ -12,7 +12,6 @@ from in_simulator import SIMULATED, in_simulator
 
 from kvquant.kernels.cuda.prefix import launch as launching
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
-from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.ops.merge import merge_states
 
 if SIMULATED:
@@ -77,13 +76,3 @@ def test_some_sequences_share_the_prefix() -> None:
 @in_simulator
 def test_states_of_ranks_are_merged() -> None:
     run(CombineSpec(64, "bf16", rounded=True), 2, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_dim", "query", "arch"),
-    [(64, "bf16", "sm_80"), (80, "fp16", "sm_89"), (128, "bf16", "sm_90"), (256, "fp16", "sm_100")],
-)
-def test_machine_code_spills_nothing(head_dim: int, query: str, arch: str) -> None:
-    for rounded in (False, True):
-        assert compile_spec(CombineSpec(head_dim, query, rounded), arch).report.stack_bytes == 0

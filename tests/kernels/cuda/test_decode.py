@@ -27,7 +27,7 @@ from relative_l2 import relative_l2
 from simulator_cases import of
 from threads import run_in_threads
 
-from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention
+from kvquant import AttentionVariant, RowFormat
 from kvquant.errors import ShapeError, UnsupportedError
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import PAGE_SIZES, FixedSegments, Segment
@@ -279,17 +279,6 @@ def test_too_many_ragged_pieces_are_refused() -> None:
         launch_attention(q, [segment], q_indptr=int32([0, 70000]))
 
 
-def test_a_cache_with_sinks_and_a_ring() -> None:
-    cache = KVCache(1, 2, 2, 128, 400, sink_len=4, recent_len=32, device="cuda")
-    k, v = torch.randn(2, 2, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
-    cache.append(0, k, v, new_lens=[300, 150])
-    cache.append(0, k[:, :, :7], v[:, :, :7])
-    for shape in ((2, 8, 128), (2, 5, 8, 128)):
-        q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        expected: Any = cache.attend(0, q, backend="reference")
-        assert relative_l2(cache.attend(0, q), expected) <= LIMITS[q.dtype]
-
-
 def test_two_graphs_of_one_capture_stream_run_at_once() -> None:
     segments = [linear("int4-g4", (20_000,) * 8, 1) for _ in range(2)]
     q = query(segments[0], 8)
@@ -343,19 +332,6 @@ def test_tensors_on_a_device_that_is_not_the_current_one() -> None:
     out: Any = attend_segments(q.to("cuda:1"), [moved], num_splits=2)
     assert out.device.index == 1 and torch.cuda.current_device() == 0
     assert torch.equal(out.cpu(), expected.cpu())
-
-
-def test_under_torch_compile() -> None:
-    segment = linear("int4-g4", (300, 129), 1)
-    weight = torch.randn(128, 128, device="cuda", dtype=torch.bfloat16) / 11
-
-    def step(x: torch.Tensor) -> Any:
-        rows = segment.k_rows, segment.v_rows, segment.seq_lens
-        return decode_attention(x @ weight, *rows, k_format="int4-g4", v_format="int4-g4")
-
-    x = query(segment, 8)
-    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), step(x))
 
 
 def test_the_debug_mode_looks_at_lengths_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:

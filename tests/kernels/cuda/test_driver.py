@@ -14,7 +14,7 @@ from threads import run_in_threads
 from kvquant import RowFormat, decode_attention, quantize_rows
 from kvquant.errors import DeviceError, UnsupportedError
 from kvquant.kernels.cuda.decode import arrange
-from kvquant.kernels.cuda.runtime import driver, workspace
+from kvquant.kernels.cuda.runtime import driver
 
 
 def test_the_bandwidth_of_a_gpu_is_told_by_its_driver(cuda: FakeDriver) -> None:
@@ -37,20 +37,6 @@ def test_threads_do_not_mix_their_arguments(cuda: FakeDriver) -> None:
         common, _ = unpack(loaded_specs()[-1], note.arguments)
         scale = round(common["score_scale"] / arrange.LOG2_E)
         assert common["q"] == queries[scale].data_ptr()
-
-
-def test_streams_have_workspaces_that_grow(
-    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spaces = workspace.Workspaces(torch.device("cpu"))
-    first = spaces.take(1, 100, 1000)
-    assert first.counters.dtype == torch.int32 and not first.counters.any()
-    assert spaces.take(1, 50, 10) is first
-    assert spaces.take(2, 50, 10) is not first
-    larger = spaces.take(1, 200, 10)
-    assert (larger.counters.numel(), larger.partial.numel()) == (200, 1000)
-    assert spaces.take(1, 100, 1000) is larger
-    assert larger.counters_address == larger.counters.data_ptr()
 
 
 def test_large_shared_memory_is_asked_for(cuda: FakeDriver) -> None:

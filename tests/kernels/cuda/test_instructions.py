@@ -58,17 +58,10 @@ def check_mma(mma: Any, bits: Callable[[Array], Array]) -> None:
 
 
 @in_simulator
-def test_mma_f16() -> None:
+def test_mma() -> None:
     check_mma(ptx.mma_f16, lambda x: x.astype(np.float16).view(np.uint16))
-
-
-@in_simulator
-def test_mma_bf16() -> None:
     check_mma(ptx.mma_bf16, lambda x: (x.view(u32) >> 16).astype(np.uint16))
-
-
-@in_simulator
-def test_mma_takes_codes_as_subnormals() -> None:
+    # codes are subnormal numbers
     codes, ones, zeros = (u32(0x000F000F),) * 4, (u32(0x3C003C00),) * 2, (f32(0),) * 4
     sums = lanes(lambda lane: ptx.mma_f16(codes, ones, zeros))
     assert np.all(np.array(sums) == 16 * 15 * 2.0**-24)
@@ -256,14 +249,10 @@ def test_a_counter_goes_around() -> None:
 
 
 @in_simulator
-def test_arguments_are_cast_as_numba_casts_them() -> None:
+def test_arguments_are_cast_as_numba_casts_them_and_bits_are_chosen() -> None:
     same = ptx.permute(np.int64(-1), 0, 0x3210)
     assert same == 0xFFFFFFFF and type(same) is u32
     assert ptx.float_bits(1) == 0x3F800000
-
-
-@in_simulator
-def test_bits_of_two_words() -> None:
     assert ptx.select_bits(u32(0x12345678), u32(0x9ABCDEF0), u32(0xFF00F00F)) == 0x12BC5EF8
     assert ptx.and_or(u32(0x12345678), u32(0xFF00F00F), u32(0x00010200)) == 0x12015208
 

@@ -5,11 +5,10 @@ Arguments are packed as the kernel reads them: test_simulated.py launches by the
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
+import math
 import pickle
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,13 +22,14 @@ from fake_cuda import (
     loaded_specs,
     make_query,
     make_segment,
+    note_devices,
     unpack,
 )
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.decode import arrange, launch
-from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, WIDE, columns_of
+from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
@@ -71,16 +71,81 @@ def test_segments_without_room_are_left_out(cuda: FakeDriver) -> None:
     assert loaded_specs()[-1].second is None
 
 
-@pytest.mark.parametrize(
-    "names", ["int4 int8 bf16", "bf16 bf16 bf16 bf16", "int4 int4:paged bf16:paged"]
-)
-def test_segments_without_a_kernel_are_refused(cuda: FakeDriver, names: str) -> None:
-    segments = [
-        make_segment(name.partition(":")[0], 64, page_size=16 if "paged" in name else 0)
-        for name in names.split()
-    ]
-    with pytest.raises(UnsupportedError, match="There may be one of any kind, and two more"):
-        launch_attention(make_query(), segments, 1.0, None)
+def crooked(*shape: int) -> torch.Tensor:
+    """Rows that start 4 bytes after a multiple of 16."""
+    return torch.zeros(math.prod(shape) + 16, dtype=torch.uint8)[4:-12].view(shape)
+
+
+def large(batch: int, tokens: int) -> list[Segment]:
+    """A segment of many sequences or tokens, which takes no memory."""
+    fmt = RowFormat.parse("int4-g4", 128)
+    rows = torch.zeros(1, dtype=torch.uint8).expand(batch, 1, tokens, 80)
+    return [Segment(rows, rows, torch.zeros(1, dtype=torch.int32).expand(batch), fmt, fmt)]
+
+
+PLAIN, SINKS = make_segment(capacity=64), make_segment("bf16", 4)
+RING, PAGES = make_segment("bf16", 132, starts=True), make_segment("int4", 64, page_size=16)
+WITH_SINKS = RING._replace(sinks=4)
+EXACT_PAGES = make_segment("bf16", 64, page_size=16)
+NO_KERNEL = UnsupportedError, "There may be one of any kind, and two more"
+SEVERAL = UnsupportedError, r"several queries .* Attend to each query in"
+FLOAT32 = ConfigError, "on CUDA use bfloat16 or float16"
+SCALE = ConfigError, "is not possible on CUDA: use a positive number"
+LOOSE = torch.zeros(2, 2, 64, 88, dtype=torch.uint8)[..., :80]
+REFUSED: dict[str, tuple[Any, torch.Tensor, list[Segment], dict[str, Any]]] = {
+    "three formats": (NO_KERNEL, make_query(), [make_segment("int8", 64), PLAIN, SINKS], {}),
+    "four segments": (NO_KERNEL, make_query(), [SINKS] * 4, {}),
+    "pages second": (NO_KERNEL, make_query(), [PLAIN, PAGES, EXACT_PAGES], {}),
+    "sinks first": (SEVERAL, make_queries(2), [SINKS, PLAIN, RING], {}),
+    "pages behind": (SEVERAL, make_queries(2), [SINKS, PAGES], {}),
+    "sinks twice": (SEVERAL, make_queries(2), [WITH_SINKS, WITH_SINKS], {}),
+    "float32": (FLOAT32, make_query().float(), [PLAIN], {}),
+    "float32, no rows at all": (
+        *(FLOAT32, make_query(0).float(), [PLAIN], {"q_indptr": counts(0, 0, 0)}),
+    ),
+    "V between units": (
+        (ConfigError, r"v_rows: rows .* aligned to 16 bytes"),
+        *(make_query(), [PLAIN._replace(v_rows=crooked(2, 2, 64, 80))], {}),
+    ),
+    "K with gaps": (
+        (ConfigError, r"k_rows: rows .* aligned to 16 bytes"),
+        *(make_query(), [PLAIN._replace(k_rows=LOOSE)], {}),
+    ),
+    "pages of short rows": (
+        (ConfigError, "pages of int4 must be aligned to 16 bytes"),
+        *(make_query(), [PAGES._replace(k_rows=crooked(8, 2, 16, 68))], {}),
+    ),
+    "a batch": (
+        (UnsupportedError, r"batch 70000 .* Cut the batch"),
+        *(torch.zeros(1).bfloat16().expand(70_000, 8, 128), large(70_000, 16), {}),
+    ),
+    "tokens": (
+        (UnsupportedError, "at most 1073741824"),
+        *(make_query(1), large(1, (1 << 30) + 1), {}),
+    ),
+    "columns": (
+        (UnsupportedError, r"and 4194304 queries a sequence is too much"),
+        *(make_queries(1).expand(2, 1 << 22, 8, 128), [PLAIN], {}),
+    ),
+    **{
+        f"a scale of {scale}": (SCALE, make_query(), [PLAIN], {"sm_scale": scale})
+        for scale in (0.0, -0.1, math.nan, math.inf, 1e39)
+    },
+    **{
+        f"a scale of {odd!s:.4}": (
+            *((ConfigError, "sm_scale is"), make_query(), [PLAIN], {"sm_scale": odd}),
+        )
+        for odd in (True, "1", 10**400)
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_kernel_takes_is_refused(cuda: FakeDriver, name: str) -> None:
+    (error, message), q, segments, options = REFUSED[name]
+    for _ in range(2):  # cached or not
+        with pytest.raises(error, match=message):
+            launch_attention(q, segments, **{"sm_scale": 1.0, **options})
     assert not cuda.launched
 
 
@@ -201,33 +266,6 @@ def test_nothing_to_do_launches_nothing(cuda: FakeDriver, q: torch.Tensor, capac
     assert not cuda.launched
 
 
-def test_float32_queries_are_refused(cuda: FakeDriver) -> None:
-    with pytest.raises(ConfigError, match="on CUDA use bfloat16 or float16"):
-        launch_attention(make_query().float(), [make_segment()], 1.0, None)
-    with pytest.raises(ConfigError, match="on CUDA use bfloat16 or float16"):  # no rows at all
-        launch_attention(make_query(0).float(), [make_segment()], q_indptr=counts(0, 0, 0))
-
-
-def test_rows_that_are_not_aligned_are_refused(cuda: FakeDriver) -> None:
-    crooked = torch.zeros(4 * 64 * 80 + 16, dtype=torch.uint8)[4:-12].view(2, 2, 64, 80)
-    segment = make_segment(capacity=64)._replace(v_rows=crooked)
-    with pytest.raises(ConfigError, match=r"v_rows: rows .* aligned to 16 bytes"):
-        launch_attention(make_query(), [segment], 1.0, None)
-    wide = torch.zeros(2, 2, 64, 88, dtype=torch.uint8)[..., :80]
-    segment = make_segment(capacity=64)._replace(k_rows=wide)
-    with pytest.raises(ConfigError, match=r"k_rows: rows .* aligned to 16 bytes"):
-        launch_attention(make_query(), [segment], 1.0, None)
-
-
-def test_pages_of_short_rows_must_start_at_16_bytes(cuda: FakeDriver) -> None:
-    segment = make_segment("int4", 64, page_size=16)
-    launch_attention(make_query(), [segment], 1.0, None)
-    pool = torch.zeros(8 * 2 * 16 * 68 + 16, dtype=torch.uint8)
-    crooked = pool[4 : 4 + 8 * 2 * 16 * 68].view(8, 2, 16, 68)
-    with pytest.raises(ConfigError, match="pages of int4 must be aligned to 16 bytes"):
-        launch_attention(make_query(), [segment._replace(k_rows=crooked)], 1.0, None)
-
-
 def test_a_batch_has_workers_unless_splits_are_given(cuda: FakeDriver) -> None:
     def launched(batch: int, num_splits: int | None, capacity: int = 8192) -> tuple[Any, Any]:
         segment = make_segment(capacity=capacity, batch=batch)
@@ -249,46 +287,13 @@ def test_a_batch_has_workers_unless_splits_are_given(cuda: FakeDriver) -> None:
         assert common["places"] == batch * common["columns"] * common["parts"]
 
 
-def test_what_is_too_large_for_a_launch_is_refused(cuda: FakeDriver) -> None:
-    byte = torch.zeros(1, dtype=torch.uint8)
-    fmt = RowFormat.parse("int4-g4", 128)
-    many = byte.expand(70_000, 1, 16, 80)
-    lens = torch.zeros(1, dtype=torch.int32).expand(70_000)
-    q = torch.zeros(1, dtype=torch.bfloat16).expand(70_000, 8, 128)
-    with pytest.raises(UnsupportedError, match=r"batch 70000 .* Cut the batch"):
-        launch_attention(q, [Segment(many, many, lens, fmt, fmt)], 1.0, None)
-    long = byte.expand(1, 1, (1 << 30) + 1, 80)
-    with pytest.raises(UnsupportedError, match="at most 1073741824"):
-        launch_attention(make_query(1), [Segment(long, long, lens[:1], fmt, fmt)], 1.0, None)
-
-
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = []
-
-    @contextlib.contextmanager
-    def device(index: int) -> Iterator[None]:
-        entered.append(index)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device", device)
     launch_attention(make_query(), [make_segment()], 1.0, None)
-    assert entered == []
-    monkeypatch.setattr(launch, "current_device", lambda: 3)
+    entered = note_devices(monkeypatch)
     launch_attention(make_query(), [make_segment()], 1.0, None)
     assert entered == [CPU] and len(cuda.launched) == 2
-
-
-@pytest.mark.parametrize("sm_scale", [0.0, -0.1, float("nan"), float("inf"), 1e39])
-def test_scales_that_the_kernel_cannot_take_are_refused(cuda: FakeDriver, sm_scale: float) -> None:
-    for _ in range(2):  # cached or not
-        with pytest.raises(ConfigError, match="is not possible on CUDA: use a positive number"):
-            launch_attention(make_query(), [make_segment()], sm_scale, None)
-    for odd in (True, "1", 10**400):
-        with pytest.raises(ConfigError, match="sm_scale is"):
-            launch_attention(make_query(), [make_segment()], odd, None)
-    assert not cuda.launched
 
 
 def checked(call: AttentionCall) -> AttentionCall:
@@ -419,23 +424,6 @@ def test_segments_stay_in_the_order_of_their_tokens(cuda: FakeDriver, codec: str
     assert loaded_specs()[-1].second is None and loaded_specs()[-1].first.place == "ring"
 
 
-def test_segments_that_several_queries_cannot_attend_to_are_refused(cuda: FakeDriver) -> None:
-    packed, sinks = make_segment(capacity=64), make_segment("bf16", 4)
-    ring = make_segment("bf16", 132, starts=True)
-    pages = make_segment(capacity=64, page_size=16)
-    with_sinks = ring._replace(sinks=4)
-    for segments in ([sinks, packed, ring], [sinks, pages], [with_sinks, with_sinks]):
-        with pytest.raises(UnsupportedError, match=r"several queries .* Attend to each query in"):
-            launch_attention(make_queries(2), segments, 1.0, None)
-    assert not cuda.launched
-
-
-def test_too_many_columns_for_one_launch_are_refused(cuda: FakeDriver) -> None:
-    q = make_queries(1).expand(2, 1 << 22, 8, 128)
-    with pytest.raises(UnsupportedError, match=r"and 4194304 queries a sequence is too much"):
-        launch_attention(q, [make_segment()], 1.0, None)
-
-
 def test_tensors_of_a_variant_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:
     segment = make_segment(capacity=8192)
     slopes, sinks = torch.zeros(8), torch.zeros(16)[::2]
@@ -490,9 +478,6 @@ def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDr
     assert takes(64, half) and not takes(32, half), "two waves of blocks, the second half empty"
     launch_attention(make_query(batch, 64), [segment], 1.0, None, True)
     assert not loaded_specs()[-1].is_wide, "the same call with lse has a launch of its own"
-    with launch.override_plan(None, WIDE):
-        launch_attention(make_query(batch, 32), [segment], 1.0, None, False)
-    assert not loaded_specs()[-1].is_wide
 
 
 @pytest.mark.parametrize("stay", [False, True])

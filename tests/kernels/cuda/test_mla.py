@@ -40,7 +40,7 @@ from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.mma.plan import APART, APART_REGISTERS, shapes_of, teams_of
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
-from kvquant.kernels.cuda.mla.spec import MOST_GROUPS, MlaCombineSpec
+from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
@@ -63,63 +63,35 @@ OF_SIZES = "int4-g4+bf16", "int4-g8+fp16", "int8-g4+bf16", "bf16"
 
 @pytest.mark.slow
 @in_simulator
-def test_int4_rows_of_368_bytes() -> None:
+def test_rows_of_every_format() -> None:
+    # int4 rows of 368 bytes
     simulate(make_mla(AIM, 16, (33, 0, 1)))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_16_bit_rows_in_two_stages() -> None:
+    # 16-bit rows, in two stages
     simulate(make_mla("bf16", 16, (70,)), stages=2)
     simulate(make_mla("fp16", 16, (40,), dtype=torch.float16), stages=2)
     simulate(make_mla("bf16", 16, (70,), scale=1e5, q_scale=1e-5), stages=2)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_rows_of_8_bits() -> None:
+    # rows of 8 bits
     for name in ("int8-g4+bf16", "fp8-g4+fp16"):
         simulate(make_mla(name, 16, (70,)))
     simulate(make_mla("int8-g8+int8-g4", 16, (70,), dtype=torch.float16))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_rows_of_a_made_up_codec() -> None:
+    # a made-up codec
     with mock.patch.dict(CODECS, {INT5.name: INT5}):
         for tokens in (70, 100):
             case = make_mla("int5-g8+int5-g4", 3, (tokens,), scale=1e3, q_scale=1e-3)
             simulate(case)
             simulate_wide(case)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_rows_of_flash_mla() -> None:
+    # those of FlashMLA, and with scales of any size
     simulate(make_mla("fp8", 16, (70,)))
     simulate(make_mla("fp8", 5, (40, 3), page_size=64, q_lens=(2, 1), scale=30.0), 2)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_rows_of_flash_mla_with_scales_of_any_size() -> None:
     for options in RAW:
         simulate(make_mla("fp8", 3, (100,), raw_scales=True, **options))
     simulate(make_mla("fp8", 3, (100,), raw_scales=True, scale=1e-30))
     simulate(make_mla("fp8", 20, (100,), raw_scales=True, **RAW[4]), blocks=2, teams=2)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_rows_of_4_bits() -> None:
+    # rows of 4 bits
     simulate(make_mla("int4-g4+bf16", 16, (40,)))
     simulate(make_mla(AIM, 16, (70,), dtype=torch.float16))
     simulate(make_mla("int4-g4+fp16", 16, (50,), dims=(256, 32)))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_rows_of_other_sizes() -> None:
+    # other sizes
     for dims in SIZES:
         for name in OF_SIZES:
             simulate(make_mla(name, 5, (50, 3), dims=dims, page_size=16, q_lens=(2, 1)))
@@ -129,38 +101,45 @@ def test_rows_of_other_sizes() -> None:
 
 @pytest.mark.slow
 @in_simulator
-def test_pages_splits_and_teams() -> None:
+def test_places_queries_and_shapes() -> None:
+    # pages, splits and teams
     simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64, **HALF), 3, backwards=True)
     simulate(make_mla(AIM, 5, (150, 20), page_size=16, **HALF), 2, teams=2)
     simulate(make_mla("bf16", 5, (90,), page_size=16, **HALF), 2, stages=2)
     simulate(make_mla(AIM, 5, (500,), **HALF), 2, teams=3, stages=4)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_many_parts_are_combined_by_groups_of_threads() -> None:
-    """Two and four groups; sequences with parts for all of them, for one, and for none."""
+    # parts for two and four groups of threads, for one, and for none
     simulate(make_mla("fp8", 3, (600, 33, 0)), 20)
     simulate(make_mla("fp8", 3, (1240, 33, 0)), 40, backwards=True)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_small_pages() -> None:
-    """Each row is looked up, by 4 lanes (23 units of copies) or 8 (a 16-bit row)."""
+    # small pages: each row is looked up, by 4 lanes (23 units of copies) or 8 (a 16-bit row)
     simulate(make_mla(AIM, 3, (70, 0, 1), page_size=1), 2, teams=2)
     simulate(make_mla("bf16", 5, (66,), page_size=2), 2, stages=2)
     simulate(make_mla("fp8", 5, (40, 3), page_size=8, q_lens=(2, 1)))
     simulate_wide(make_mla(AIM, 6, (70, 2), page_size=1), 2)
     simulate(make_mla(AIM, 3, (300,), page_size=256, **HALF))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_several_queries() -> None:
+    # several queries
     simulate(make_mla(AIM, 8, (50, 1, 0), q_lens=(2, 2, 1), **HALF))
     simulate(make_mla(AIM, 6, (66, 3), q_lens=(4, 0), **HALF), 2, blocks=2)
     simulate(make_mla("int8-g4+bf16", 5, (66,), page_size=32, q_lens=(3,), **HALF), 3)
+    # a ring of packed rows
+    case = make_mla("int4-g8+fp8-g4", 3, (40, 20))
+    (packed,) = case.segments
+    starts = torch.tensor([7, 30], dtype=torch.int32)
+    rows = torch.stack([row.roll(int(n), 1) for row, n in zip(packed.k_rows, starts, strict=True)])
+    case.segments = [latent_segment(rows, packed.seq_lens, packed.k_format, starts)]  # type: ignore[arg-type]
+    simulate(case)
+    # more heads than an MMA has columns
+    simulate(make_mla("int8-g4+bf16", 32, (40, 3), **HALF), blocks=2, teams=2)
+    simulate(make_mla(AIM, 20, (40,), **HALF), backwards=True)
+    simulate(make_mla("bf16", 40, (40,), **HALF), stages=2, blocks=2)
+    # lengths beyond the room
+    simulate(make_mla(AIM, 16, (64,), overlong=True))
+    simulate(make_mla("bf16", 16, (64,), page_size=64, overlong=True), stages=2)
+    # teams go around their rings
+    simulate(make_mla("int8-g4", 5, (720, 380)), 1, teams=3, stages=3)
+    # tiny, large and peaked numbers
+    simulate(make_mla(AIM, 16, (70,), scale=1e-4, q_scale=100.0))
+    simulate(make_mla(AIM, 16, (70,), scale=1e3, q_scale=1e-3))
+    simulate(make_mla(AIM, 16, (200,), q_scale=20.0))
 
 
 @needs_numba_cuda
@@ -178,33 +157,23 @@ def test_a_second_segment_without_rows() -> None:
 
 @pytest.mark.slow
 @in_simulator
-def test_several_segments() -> None:
-    recent: dict[str, Any] = {"exact": "bf16", "sinks": 4, "recent": (33, 40, 7, 0), **HALF}
-    simulate(make_mla("int8-g4", 16, (90, 40, 5, 70), **recent), 3, stages=2)
+def test_segments_in_the_simulator() -> None:
+    # several segments
+    given: dict[str, Any] = {"exact": "bf16", "sinks": 4, "recent": (33, 40, 7, 0), **HALF}
+    simulate(make_mla("int8-g4", 16, (90, 40, 5, 70), **given), 3, stages=2)
     simulate(make_mla("fp8", 5, (70, 9), exact="fp16", recent=(40, 9)), stages=2, teams=2)
     simulate(make_mla(AIM, 5, (70, 2), exact="bf16", sinks=3, page_size=16, **HALF), stages=2)
     simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9), **HALF))
     case = make_mla("int4-g4+fp16", 5, (70, 9), exact="fp16", recent=(40, 9), dims=(256, 32))
     simulate(case, 2, backwards=True)
-
-
-@pytest.mark.slow
-@needs_numba_cuda
-@in_simulator
-def test_16_bit_rows_in_sequence_slots() -> None:
-    """Beside pages, as a paged cache has them; with sinks only there is no ring."""
+    # 16-bit rows in sequence slots beside pages; with sinks only there is no ring
     options: dict[str, Any] = {"exact": "bf16", "page_size": 16, "in_slots": True}
     simulate(make_mla(AIM, 3, (40, 0, 3), sinks=2, recent=(20, 5, 9), **options))
     simulate(make_mla(AIM, 3, (20, 1), sinks=2, q_lens=(2, 1), **options))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_several_queries_of_several_segments() -> None:
-    """A query's own token, or those before it, may stand in either segment."""
+    # several queries: a query's own token, or those before it, may stand in either segment
     for sinks, recent, q_lens in ((3, (6, 1, 0), (3, 3, 2)), (0, (2, 3, 1), (4, 1, 0))):
         lens = (60, 4, 37)
-        given: dict[str, Any] = {"sinks": sinks, "recent": recent, "q_lens": q_lens, **HALF}
+        given = {"sinks": sinks, "recent": recent, "q_lens": q_lens, **HALF}
         simulate(make_mla(AIM, 5, lens, exact="bf16", **given), 2, stages=2, blocks=2)
     case = make_mla(AIM, 5, (60, 1), exact="bf16", sinks=5, q_lens=(3, 2), **HALF)
     case.segments.reverse()  # the first one has the sinks
@@ -285,40 +254,6 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
-@in_simulator
-def test_a_ring_of_packed_rows() -> None:
-    case = make_mla("int4-g8+fp8-g4", 3, (40, 20))
-    (packed,) = case.segments
-    starts = torch.tensor([7, 30], dtype=torch.int32)
-    rows = torch.stack([row.roll(int(n), 1) for row, n in zip(packed.k_rows, starts, strict=True)])
-    case.segments = [latent_segment(rows, packed.seq_lens, packed.k_format, starts)]  # type: ignore[arg-type]
-    simulate(case)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_more_heads_than_an_mma_has_columns() -> None:
-    simulate(make_mla("int8-g4+bf16", 32, (40, 3), **HALF), blocks=2, teams=2)
-    simulate(make_mla(AIM, 20, (40,), **HALF), backwards=True)
-    simulate(make_mla("bf16", 40, (40,), **HALF), stages=2, blocks=2)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_lengths_beyond_the_room() -> None:
-    simulate(make_mla(AIM, 16, (64,), overlong=True))
-    simulate(make_mla("bf16", 16, (64,), page_size=64, overlong=True), stages=2)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_tiny_large_and_peaked_numbers() -> None:
-    simulate(make_mla(AIM, 16, (70,), scale=1e-4, q_scale=100.0))
-    simulate(make_mla(AIM, 16, (70,), scale=1e3, q_scale=1e-3))
-    simulate(make_mla(AIM, 16, (200,), q_scale=20.0))
-
-
 # As machine code
 
 
@@ -386,18 +321,6 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
     assert cubin.report.registers <= (APART_REGISTERS if is_apart and arch == "sm_90" else 255)
 
 
-@pytest.mark.slow
-@needs_numba_cuda
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_kernel_that_combines_spills_nothing(shared: bool, arch: str) -> None:
-    spec = MlaCombineSpec(512, "bf16", 16, MOST_GROUPS, shared, arch == "sm_90")
-    cubin = compile_spec(spec, arch)
-    print(f"shared {shared} {arch} {cubin.report}")
-    assert cubin.report.stack_bytes == 0
-    assert cubin.report.registers * spec.threads <= 65536
-
-
 # Launches
 
 
@@ -441,12 +364,6 @@ def test_segments_that_no_kernel_reads_are_refused(cuda: FakeDriver) -> None:
     attend(case)
     with pytest.raises(UnsupportedError, match="1025 segments are too many: at most 1024"):
         attend(replace(case, segments=case.segments * 1025))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_teams_go_around_their_rings() -> None:
-    simulate(make_mla("int8-g4", 5, (720, 380)), 1, teams=3, stages=3)
 
 
 def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:

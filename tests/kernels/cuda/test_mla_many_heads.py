@@ -57,36 +57,30 @@ needs_numba_cuda = pytest.mark.extra("cuda")
 
 @pytest.mark.slow
 @in_simulator
-def test_many_heads() -> None:
+def test_rows_queries_segments_and_numbers() -> None:
     simulate_wide(make_mla(AIM, 64, (70,)))
     simulate_wide(make_mla("bf16", 40, (200, 0), page_size=16), 2, backwards=True)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_many_heads_with_each_kind_of_rows() -> None:
+    # each kind of rows
     for name in ("int4-g8+fp16", "int8-g4+bf16", "int8-g8+int8-g4", "fp8-g4+fp8-g4", "fp8"):
         simulate_wide(make_mla(name, 8, (70,)))
     simulate_wide(make_mla("fp16", 8, (70,), dtype=torch.float16))
     simulate_wide(make_mla("int4-g4+fp16", 8, (70,), dtype=torch.float16))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_many_heads_with_queries_segments_and_places() -> None:
+    # queries, segments and places
     simulate_wide(make_mla(AIM, 30, (130, 3), q_lens=(3, 2)), 2)
     recent: dict[str, Any] = {"exact": "bf16", "sinks": 3, "recent": (40, 9)}
     simulate_wide(make_mla("int8-g4", 6, (90, 20), q_lens=(2, 1), **recent))
     simulate_wide(make_mla(AIM, 6, (90, 20), page_size=64, in_slots=True, **recent), 2)
     simulate_wide(make_mla(AIM, 6, (64,), overlong=True))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_many_heads_with_tiny_large_and_peaked_numbers() -> None:
+    # tiny, large and peaked numbers
     for name in (AIM, "int8-g4+bf16", "fp8", "bf16"):
         for scale, q_scale in ((1e-4, 100.0), (1e3, 1e-3), (1.5, 20.0)):
             simulate_wide(make_mla(name, 4, (130,), scale=scale, q_scale=q_scale))
+    # RoPE elements much larger than latents
+    for name in (AIM, "int8-g4+bf16"):
+        simulate_wide(make_mla(name, 4, (70,), rope_scale=1000.0))
+    # FlashMLA's scales of any size
+    for options in RAW:
+        simulate_wide(make_mla("fp8", 3, (100,), raw_scales=True, **options))
 
 
 @pytest.mark.slow
@@ -113,20 +107,6 @@ def test_a_barrier_or_a_fence_of_many_heads_that_is_left_out_is_found() -> None:
 def without(meet: Any, barriers: range) -> Any:
     """The instruction `meet`, but not at these barriers."""
     return lambda barrier, threads: None if barrier in barriers else meet(barrier, threads)
-
-
-@pytest.mark.slow
-@in_simulator
-def test_many_heads_with_rope_elements_much_larger_than_latents() -> None:
-    for name in (AIM, "int8-g4+bf16"):
-        simulate_wide(make_mla(name, 4, (70,), rope_scale=1000.0))
-
-
-@pytest.mark.slow
-@in_simulator
-def test_many_heads_with_scales_of_flash_mla_of_any_size() -> None:
-    for options in RAW:
-        simulate_wide(make_mla("fp8", 3, (100,), raw_scales=True, **options))
 
 
 # As machine code

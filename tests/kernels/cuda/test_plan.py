@@ -69,29 +69,8 @@ shapes = st.tuples(st.integers(1, 100_000), st.integers(1, 1 << 21))
 exact_lens = st.none() | st.tuples(st.integers(1, 3000), st.integers(1, 3000))  # other segments
 
 
-@given(names, head_dims, gpus, shapes, exact_lens)
-def test_plans_fit_the_gpu_and_no_split_is_empty(
-    name: str, head_dim: int, gpu: GPU, shape: tuple[int, int], others: tuple[int, int] | None
-) -> None:
-    units, capacity = shape
-    capacities = (capacity, *(others or ()))
-    spec = make_spec(name, head_dim, others is not None)
-    chosen = plan(spec, gpu, units, capacities)
-    kernel = spec_of(spec, chosen)
-    assert chosen.warps in RINGS and chosen.stages in STAGES
-    assert kernel.shared_bytes <= gpu.shared_per_block
-    assert fit(kernel, gpu).blocks >= 1
-    assert len(chosen.splits) == len(capacities)
-    for i, (splits, most) in enumerate(zip(chosen.splits, capacities, strict=True)):
-        assert splits >= 1
-        step = fit(kernel, gpu).steps[min(i, 1)]
-        chunk = -(-most // (splits * step)) * step  # as the kernel cuts
-        assert (splits - 1) * chunk < most, "the last split never holds a token"
-    assert sum(chosen.splits) <= fit(kernel, gpu).most_parts, "room to merge"
-
-
 @given(names, head_dims, gpus, shapes, st.integers(1, 300), exact_lens, st.booleans())
-def test_wide_groups_and_several_queries_have_plans_that_fit(
+def test_plans_fit_the_gpu_and_no_split_is_empty(
     name: str,
     head_dim: int,
     gpu: GPU,
@@ -100,23 +79,28 @@ def test_wide_groups_and_several_queries_have_plans_that_fit(
     others: tuple[int, int] | None,
     causal: bool,
 ) -> None:
+    """Of any number of query heads on a KV head, and of several queries."""
     plain = replace(make_spec(name, head_dim, others is not None), causal=causal)
     columns, sharers = columns_of(ratio, plain.first.k_format)
     spec = narrow(replace(plain, columns=columns, sharers=sharers), gpu)
-    sharers = spec.sharers
-    assert 1 <= sharers <= MOST_SHARERS and (ratio > MMA_COLUMNS or spec == plain)
-    units, capacity = shape
-    capacities = (capacity, *(others or ()))
+    assert 1 <= spec.sharers <= MOST_SHARERS and (ratio > MMA_COLUMNS or spec == plain)
+    units, capacities = shape[0], (shape[1], *(others or ()))
     chosen = plan(spec, gpu, units, capacities)
     kernel = spec_of(spec, chosen)
-    assert chosen.warps % sharers == 0 and chosen.stages in stages_of(spec)
-    assert kernel.shared_bytes <= gpu.shared_per_block and fit(kernel, gpu).blocks >= 1
-    assert sum(chosen.splits) <= kernel.most_parts, "room to merge"
-    weights, copies = (
-        4 * kernel.block_columns * kernel.most_parts,
-        kernel.asked * kernel.asked_bytes,
-    )
+    held = fit(kernel, gpu)
+    assert chosen.warps % spec.sharers == 0 and chosen.stages in stages_of(spec)
+    assert spec.sharers > 1 or (chosen.warps in RINGS and chosen.stages in STAGES)
+    assert kernel.shared_bytes <= gpu.shared_per_block and held.blocks >= 1
+    assert len(chosen.splits) == len(capacities)
+    for i, (splits, most) in enumerate(zip(chosen.splits, capacities, strict=True)):
+        assert splits >= 1
+        step = held.steps[min(i, 1)]
+        chunk = -(-most // (splits * step)) * step  # as the kernel cuts
+        assert (splits - 1) * chunk < most, "the last split never holds a token"
+    assert sum(chosen.splits) <= held.most_parts == kernel.most_parts, "room to merge"
+    weights = 4 * kernel.block_columns * kernel.most_parts
     assert kernel.most_parts >= LEAST_PARTS and weights <= kernel.asked_at
+    copies = kernel.asked * kernel.asked_bytes
     assert kernel.rings_at + kernel.asked_at + copies <= kernel.shared_bytes
 
 
@@ -162,14 +146,17 @@ def test_long_sequences_keep_most_of_the_gpu_busy(units: int) -> None:
     assert warps_per_sm <= 12 and (warps_per_sm >= 6 or units == 1)
 
 
-def test_many_sequences_that_fill_whole_waves_are_not_split() -> None:
-    for units in (256, 512, 792, 1188):
-        assert plan(make_spec(), H200, units, [8192]).splits == (1,)
+def test_plans_of_shapes_whose_best_is_known() -> None:
+    def chosen(units: int, capacity: int) -> Plan:
+        return plan(make_spec(), H200, units, [capacity])
 
-
-def test_short_sequences_are_not_split() -> None:
-    assert plan(make_spec(), H200, 1, [100]).splits == (1,)
-    assert plan(make_spec(), H200, 1, [1]).splits == (1,)
+    # many sequences that fill whole waves, and short ones, are not split
+    for units, capacity in ((256, 8192), (512, 8192), (792, 8192), (1188, 8192), (1, 100), (1, 1)):
+        assert chosen(units, capacity).splits == (1,)
+    # warps without a tile are worth nothing: one token to 128, four warps have a tile at most
+    assert all(chosen(32, capacity).warps <= 4 for capacity in (1, 100, 128))
+    # blocks of one warp are for many short sequences alone
+    assert chosen(8192, 128).warps == 1 < chosen(8192, 2048).warps
 
 
 @given(st.integers(1, 1 << 40), shapes)
@@ -401,25 +388,9 @@ def test_workers_are_blocks_that_the_launch_has_and_the_gpu_has_room_for(
     assert 0 <= chosen.workers <= min(units * even.splits[0], kernel.slots)
 
 
-def test_a_batch_of_long_sequences_has_workers() -> None:
-    for units, capacities in ((256, [32768]), (64, [32768, 4, 128]), (2048, [8192])):
+def test_long_sequences_of_a_batch_have_workers_where_they_can_help() -> None:
+    helps = (256, [32768]), (64, [32768, 4, 128]), (2048, [8192])
+    for units, capacities in (*helps, (64, [100]), (20_000, [8192]), (4000, [1 << 30])):
         even, kernel = make_even(units, capacities, len(capacities) > 1)
-        chosen = with_workers(even, kernel, units, capacities)
-        assert chosen.workers == min(units * even.splits[0], kernel.slots)
-
-
-def test_no_workers_where_they_cannot_help() -> None:
-    for units, capacity in ((64, 100), (20_000, 8192), (4000, 1 << 30)):
-        even, kernel = make_even(units, [capacity])
-        assert with_workers(even, kernel, units, [capacity]).workers == 0
-
-
-def test_warps_without_a_tile_are_worth_nothing() -> None:
-    """One token to 128: four warps have a tile at most."""
-    for capacity in (1, 100, 128):
-        assert plan(make_spec(), H200, 32, [capacity]).warps <= 4
-
-
-def test_blocks_of_one_warp_for_many_short_sequences_alone() -> None:
-    assert plan(make_spec(), H200, 8192, [128]).warps == 1
-    assert plan(make_spec(), H200, 8192, [2048]).warps > 1
+        most = min(units * even.splits[0], kernel.slots) if (units, capacities) in helps else 0
+        assert with_workers(even, kernel, units, capacities).workers == most

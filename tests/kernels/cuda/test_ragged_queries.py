@@ -18,11 +18,9 @@ from kvquant.kernels.cuda.decode.ragged import (
     PIECE_BYTES,
     Cut,
     Kind,
-    PiecesSpec,
     kinds_of,
 )
 from kvquant.kernels.cuda.decode.spec import columns_of
-from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.rows.ragged import pieces_of
 
 if SIMULATED:
@@ -82,13 +80,6 @@ def test_no_piece_of_wrong_numbers_is_outside_of_q() -> None:
             assert bool(((sequence >= 0) & (sequence < batch)).all())
             assert bool((number > 0).all() and (behind >= 0).all())
             assert bool((first >= 0).all() and (first + number).le(total).all())
-
-
-@pytest.mark.extra("cuda")
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-def test_machine_code_spills_nothing(arch: str) -> None:
-    assert compile_spec(PiecesSpec(), arch).report.stack_bytes == 0
 
 
 def test_pieces_have_the_columns_of_whole_warps() -> None:

@@ -35,7 +35,7 @@ MLA = MlaSpec(RowFormat.parse("bf16", 512), RowFormat.parse("bf16", 64), teams=1
 
 def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
     """An append or dequantize kernel: "K[/V] [head_dim[/that of V]] [word ...]"; the words are
-    "exact" (16-bit rows), "rotated" (both, with an offset), "clip", "rope", "float32" and
+    "exact" (16-bit rows), "moved" (both, by an offset), "clip", "rope", "float32" and
     "dequantize"."""
     formats, *words = text.split()
     dims = next((word for word in words if word[0].isdecimal()), "128")
@@ -47,10 +47,10 @@ def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
     element = "fp32" if "float32" in words else "bf16"
     if "dequantize" in words:
         return DequantizeSpec(k, element)
-    rotated, clip = "rotated" in words, "clip" in words
+    moved, clip = "moved" in words, "clip" in words
     return AppendSpec(
-        Side(k, rotated, rotated, clip),
-        Side(v, rotated, rotated, clip),
+        Side(k, moved, clip),
+        Side(v, moved, clip),
         element,
         "bf16" if "exact" in words else "",
         head_dim if "rope" in words else 0,
@@ -59,17 +59,17 @@ def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
 
 DEQUANTIZE = "fp8-g8 80 dequantize float32"
 SOME_ROWS = (
-    ("int4-g4 exact rotated rope clip", "sm_80"),
+    ("int4-g4 exact moved rope clip", "sm_80"),
     ("int4/int8-g8 96 exact", "sm_100"),
     ("int3/int2 exact clip", "sm_90"),
-    ("fp8 256 rotated", "sm_89"),
+    ("fp8 256 moved", "sm_89"),
     ("fp8/int4-g8 80", "sm_90"),
     (DEQUANTIZE, "sm_90"),
     ("int4-g8/fp8-g4 512/64 exact", "sm_90"),
     ("fp8_ds_mla/bf16 512/64 exact", "sm_80"),
 )
 LATENTS = ("int4-g8/fp8-g4", "int8-g4/bf16", "int4-g8/bf16", "fp8_ds_mla/bf16", "bf16", "fp16")
-ROW_WORDS = ("", " exact", " rotated", " exact rotated rope", " dequantize")
+ROW_WORDS = ("", " exact", " moved", " exact moved rope", " dequantize")
 ALL_ROWS = [
     *(f"{name}{words}" for name in FORMATS for words in ROW_WORDS),
     *(
@@ -130,7 +130,7 @@ def sections(code: bytes) -> dict[str, int]:
 
 
 def test_the_key_changes_with_all_that_matters() -> None:
-    texts = ["int4-g4", "int4-g4/int8", "int4-g4 exact", "int4-g4 rope", "int4-g4 rotated"]
+    texts = ["int4-g4", "int4-g4/int8", "int4-g4 exact", "int4-g4 rope", "int4-g4 moved"]
     texts += ["int4-g4 clip"]
     texts += ["int4-g4 float32", "int4-g4 dequantize", "int4-g4 dequantize float32", "int4-g4 64"]
     specs = [make_row_spec(text) for text in texts]

@@ -21,7 +21,6 @@ FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 
 FORMATS += "int2", "int3"
 PAIRS = "int8 int4-g4, int4 bf16, fp16 fp8-g4, bf16 int4, int4-g8 int8".split(", ")
 PAIRS += "int3 int2", "int2 int3", "int3 int4-g4", "int8-g8 int2", "int2 bf16", "fp16 int3"
-TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
 
 # name -> what differs from the defaults of simulated_cases.Case
 CASES: dict[str, dict[str, Any]] = {}
@@ -321,9 +320,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a window of pieces": PIECES["pages"] | {"ragged": True, "variant": {"window": 5}},
 }
 CASES |= {f"variant, {name}": case for name, case in VARIANTS.items()}
-for technique in TECHNIQUES:
-    for k in ("int4-g4", "int4"):
-        CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
 
 # one of each kind, of which a user's change breaks most; all others are slow
 USUAL = (

@@ -11,7 +11,6 @@ from in_simulator import SIMULATED, in_simulator
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 
 from kvquant.cache.layer import LayerCache
-from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.slots import launch as launcher
 from kvquant.kernels.cuda.slots.launch import SlotSpec
 
@@ -91,9 +90,3 @@ def test_slots_may_be_larger_than_32_bits() -> None:
     expected = [first, first + 1, -1, -1, 2 * (2**31 - 1) + first, -1]
     assert room[0, : 2 * batch].tolist() == expected
     assert at.seq_lens.tolist() == [2**31 - 1, 2**31 - 3, 2**31 - 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-def test_machine_code_spills_nothing(arch: str) -> None:
-    assert compile_spec(SlotSpec(), arch).report.stack_bytes == 0

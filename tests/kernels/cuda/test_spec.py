@@ -1,26 +1,23 @@
-"""The table of a kernel's arguments, and what is derived from it. No GPU and no numba is needed."""
+"""Functions of kernels that close over the same are one. No GPU is needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 
 from kvquant.kernels.cuda.runtime.spec import Spec, Table
 
-SIDE: Table = (("x", "P"), ("stride", "Q"), ("ring", "i"))
-TABLE: Table = (("lens", "P"), ("out", "P"), ("count", "i"), ("k", SIDE), ("v", SIDE))
-
 
 @dataclass(frozen=True)
 class Example(Spec):
-    """A kernel with a tuple for each side."""
+    """A kernel without arguments."""
 
     warps: int = 2
 
-    arguments = TABLE
+    arguments: ClassVar[Table] = ()
 
 
 class Pair(NamedTuple):

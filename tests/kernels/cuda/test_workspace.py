@@ -141,10 +141,13 @@ def test_outgrown_workspaces_stay_and_sizes_double(spaces: Workspaces) -> None:
     assert sum(distinct.values()) <= 2 * max(distinct.values())
 
 
-def test_one_side_that_is_too_small_does_not_double_the_other(spaces: Workspaces) -> None:
-    spaces.take(1, 100, 1000)
+def test_a_side_that_is_too_small_grows_alone_and_of_its_stream(spaces: Workspaces) -> None:
+    first = spaces.take(1, 100, 1000)
+    assert spaces.take(1, 50, 10) is first is not spaces.take(2, 50, 10)
     larger = spaces.take(1, 101, 1000)
     assert (larger.num_counters, larger.num_partial) == (200, 1000)
+    assert larger.counters_address == larger.counters.data_ptr()
+    assert larger.counters.dtype == torch.int32
 
 
 def test_a_thread_that_finds_no_memory_tells_the_caller(

@@ -53,7 +53,7 @@ def make_feed(spec, path, staged):
     LANDED, STRIDE = TILE * staged.landing, staged.stride
     REALIGNED, SCRATCH = staged.realigned, LANDINGS * TILE * staged.landing
     wait_for_oldest, wait_for_all = wait_copies[LANDINGS - 2], wait_copies[0]
-    locate, copy = make_locate(path), make_copy(staged, path, 1, False)
+    locate, copy = make_locate(path), make_copy(staged, path, 1)
     realign = make_realign(staged, path)
     load_row, expand = _make_load_row(staged), _make_expand(staged)
     masks_of_codes = _make_masks(staged.fmt)

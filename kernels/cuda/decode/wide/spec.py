@@ -123,7 +123,7 @@ def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
     """The kernel for wide groups that does what `spec` does, for `count` columns of a KV head; None
     if there is none. It takes packed rows of one segment, and no variant."""
     formats = spec.first.k_format, spec.first.v_format
-    if spec.second is not None or spec.variant or spec.without:
+    if spec.second is not None or spec.variant:
         return None
     if count < (FEWEST_OF_QUERIES if spec.causal else FEWEST):
         return None
