@@ -374,9 +374,8 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
     limit = settings.plan.facts.get("limit") or {}
     if not limit.get("met", True):
         log.warning(
-            "kvquant: the plan misses its limit of KL %s. Sinks and recent tokens in 16 bit would "
-            "help, but an engine's pages cannot keep them: allow more bits, or serve this model "
-            "without kvquant",
+            "kvquant: the plan misses its limit of KL %s: keep last tokens in 16 bit "
+            '("recent_len": 128), allow more bits, or serve this model without kvquant',
             limit.get("max_kl"),
         )
 

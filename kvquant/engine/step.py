@@ -323,17 +323,16 @@ def _put_window(
 ) -> None:
     """Replace past tokens of a chunk, from token first on, by their 16-bit rows."""
     slots, positions = window.where(chunk.sequence)
-    chosen = positions >= first
+    chosen = (positions >= first).nonzero()[:, 0]
     at, chosen = (positions[chosen] - first).to(keys.device), chosen.to(keys.device)
-    number = torch.arange(len(slots), device=keys.device)
+    is_kept = (slots[chosen] >= 0)[:, None, None]
     formats, bases = (window.k_format, window.v_format), layer.basis or (None, None)
     for out, rows, fmt, basis in zip(
         (keys, values), window.seen[chunk.sequence], formats, bases, strict=True
     ):
-        found = out.new_empty(len(slots), *out.shape[1:])
-        dequantize_past(rows[:, :, None], fmt, basis, number, found)
-        is_kept = (slots >= 0)[chosen, None, None]
-        out[at] = torch.where(is_kept, found[chosen], out[at])
+        found = out.new_empty(len(chosen), *out.shape[1:])
+        dequantize_past(rows[:, :, None], fmt, basis, chosen, found)
+        out[at] = torch.where(is_kept, found, out[at])
 
 
 def _behind_past(

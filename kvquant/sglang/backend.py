@@ -124,7 +124,8 @@ class RowsAttention(AttentionBackend):
         self._fixed_lens[:size] = batch.seq_lens
         tables, lens = [table[:size] for table in self._fixed_tables], self._fixed_lens[:size]
         if in_capture:
-            self._steps = self._describe(tables, lens, [1] * size, batch.seq_lens_cpu)
+            # as if they had a past: what SGLang captures with takes no slot for 16-bit rows
+            self._steps = self._describe(tables, lens, [1] * size, batch.seq_lens_cpu + 1)
             return
         for window, table in zip(self._windows, tables, strict=True):
             if window is not None:

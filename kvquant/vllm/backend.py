@@ -236,7 +236,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         calls = calls_of(StepCalls, self.vllm_config, *given)
         # where a layer has local chunks, each is a sequence of its own
         longest = getattr(layer, "attention_chunk_size", calls.max_model_len)
-        return replace(calls, page_size=self.kv_cache_spec.block_size, max_model_len=longest)
+        recent_len = layer.impl.recent_len if layer.impl.reserve(self.device) else 0
+        sizes = {"page_size": self.kv_cache_spec.block_size, "max_model_len": longest}
+        return replace(calls, **sizes, recent_len=recent_len)
 
     def build(
         self,
@@ -527,22 +529,28 @@ class KVQuantImpl(AttentionImpl[Step]):
         heads = _heads_of(vllm_config)
         for basis in probable_bases(settings, self, heads, layout):
             rows = LayerRows(layout, self.scale, basis, variant, settings.prompts_from_rows)
-            given = rows, self.num_heads, queries + self.is_draft
-            yield calls_of(StepCalls, vllm_config, *given)
+            calls = calls_of(StepCalls, vllm_config, rows, self.num_heads, queries + self.is_draft)
+            yield replace(calls, recent_len=self.window_len(torch.device("cuda")))
+
+    def window_len(self, device: torch.device) -> int:
+        """How many last tokens the layer keeps in 16 bit."""
+        if self.is_draft:
+            return 0
+        settings = backend_of(KVQuantBackend, OURS[0], request_of(self.config)).settings
+        if device.type == "cuda" and settings.recent_len is None:
+            return 0  # it has not run on a GPU yet: who asks for it gets it
+        layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
+        found: int = settings.window_len(layout, _without_window(self.config))
+        return found
 
     def reserve(self, device: torch.device) -> bool:
         """Take the memory of the layer's 16-bit rows, if it has any; whether it has.
 
         vLLM calls the layers once before it sees how much memory is left for pages.
         """
-        if self.room is not None or self.is_draft:
-            return self.room is not None
-        config = self.config
-        settings = backend_of(KVQuantBackend, OURS[0], request_of(config)).settings
-        layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
-        self.recent_len = settings.window_len(layout, _without_window(config))
-        if device.type == "cuda" and settings.recent_len is None:
-            self.recent_len = 0  # it has not run on a GPU yet: who asks for it gets it
+        if self.room is not None:
+            return True
+        config, self.recent_len = self.config, self.window_len(device)
         if not self.recent_len:
             return False
         tokens = min(config.cache_config.block_size, LONGEST_PAGE) + self.recent_len

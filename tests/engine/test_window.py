@@ -267,7 +267,7 @@ def test_attention_reads_16_bit_where_there_is(variant: dict[str, Any], has_basi
     if has_basis:
         matrix = torch.eye(DIM) + 0.05 * torch.randn(HEADS, DIM, DIM)
         given["basis"] = LayerBasis(
-            Basis(torch.randn(HEADS, DIM), "matrix", matrix), Basis(torch.zeros(HEADS, DIM))
+            Basis(torch.randn(HEADS, DIM), matrix), Basis(torch.zeros(HEADS, DIM))
         )
     engine = Engine(64, 6, 2, **given)
 

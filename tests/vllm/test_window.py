@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 def test_first_pages_and_last_tokens_keep_logits() -> None:
     """In prompts in chunks, in generated tokens, and behind pages of earlier requests."""
     prompts = [window[:-1].tolist() for window in held_out_windows()[:5]]
-    found = []
+    found: list[tuple[Any, ...]] = []
     for rows in (None, {**INT4, "recent_len": 0}, {**INT4, "recent_len": 64}):
         with engine(rows, max_num_batched_tokens=96) as llm:
             logits = logits_of(llm, prompts, SCORED).log_softmax(-1)
@@ -37,7 +37,7 @@ def test_first_pages_and_last_tokens_keep_logits() -> None:
         found.append((logits, *texts))
     exact, bare, kept = found
 
-    def errors(of: Any) -> list[float]:
+    def errors(of: tuple[Any, ...]) -> list[float]:
         kl = float((exact[0].exp() * (exact[0] - of[0])).sum(-1).mean())
         return [kl**0.5, *(_moved(texts, exact[1]) for texts in of[1:])]
 
