@@ -71,7 +71,7 @@ class RowsAttention(AttentionBackend):
     ) -> list[Step]:
         """A step for each part of the pool."""
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
-        prompts = torch.full((len(counts),), is_prompt, device="cpu")
+        prompts = torch.full((len(counts),), is_prompt, dtype=torch.bool, device="cpu")
         rest = lens, starts, host.to(torch.int32), int(starts[-1]), 1, prompts
         return [
             describe_step(NewTokens(table, *rest), window)

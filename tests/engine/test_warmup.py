@@ -108,6 +108,7 @@ def test_what_is_launched_beside_tokens_in_16_bit_was_told(
 
 def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
     layer = planned.layer
+    window: Window | None = None
     if planned.recent_len:
         split = Split(PAGE, planned.recent_len, PAGE, planned.most_queries - 1)
         window = Window(split, 24, 200, 24, 2048, -(-LONGEST // PAGE), "cpu")
@@ -119,7 +120,6 @@ def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
         append(layer, k, v, pages, torch.arange(tokens))
         attend(layer, step, q, k, v, pages, torch.empty_like(q))
 
-    window = None if layer.window is None else layer.window.window
     check_launches(planned, run, cuda, 2, window)
 
 
