@@ -175,4 +175,4 @@ def paired_error(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 def plus_minus(value: float, error: float | None) -> str:
     """A figure and its standard error: 0.0066 ± 0.0004."""
     text = f"{max(value, 0.0):.3g}" if value >= 10 else f"{max(value, 0.0):.2g}"
-    return text if not error else f"{text} ± {error:.1g}"
+    return text if not error else f"{text} ± {float(f'{error:.1g}'):g}"  # 10, not 1e+01

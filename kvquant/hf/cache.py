@@ -537,8 +537,8 @@ class QuantizedCache(NoShallowCopy, Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
-        self.has_beams = True
         self._take(beam_idx, KVCache.reorder)
+        self.has_beams = True
 
     def activate_past_recording(self) -> None:
         """Expect drafts, which transformers announces, and compile their kernels, too."""

@@ -195,7 +195,7 @@ def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
     assert "Too little text for a verdict. The cache is 3.8 times smaller" in words
     assert "Only 8 tokens of 2 passages were scored" in words and "100.0 %" not in words
     assert f"see it: kvquant report {path} \\ -o " in words  # a long name breaks the line
-    for name in ("16 bit", "int4, plain", "this plan", "0-3     int4, "):
+    for name in ("16 bit", "int4, plain", "this plan", "layers  K ", "0  "):
         assert any(line.startswith(name) for line in printed.splitlines()), name
     plan = CachePlan.load(path)
     assert plan.formats == [("int4", "int4")] * 4
