@@ -43,6 +43,7 @@ from ..errors import ShapeError
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.variant import AttentionVariant, moved
+from .window import WindowRows
 
 UNIT = 16  # bytes that pages, and what is in them, are aligned to on CUDA
 Pages: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -137,6 +138,7 @@ class LayerRows(NamedTuple):
         prompts_from_rows: as of Settings.
         causal: the engine's 16-bit kernel for prompts, with the layer's scale and variant; None
             for torch's.
+        window: first and last tokens in 16 bit; None for none.
     """
 
     layout: PageLayout
@@ -145,6 +147,7 @@ class LayerRows(NamedTuple):
     variant: AttentionVariant | None = None
     prompts_from_rows: bool = False
     causal: CausalAttention | None = None
+    window: WindowRows | None = None
 
     def to(self, device: torch.device | str) -> LayerRows:
         """A copy on another device, without the engine's kernel."""
@@ -164,6 +167,8 @@ class NewTokens(NamedTuple):
         lens: [num_seqs], integers on the CPU: seq_lens; they may be more for decoding sequences.
         num_tokens: of the step, with the padding of a CUDA graph.
         most_queries: new tokens of a decoding sequence, at most: 1, and its drafted tokens.
+        prefilling: [num_seqs], bool, on the CPU: whether they read a prompt; None if only those do
+            that have more than most_queries new tokens, or several and no past.
     """
 
     block_table: torch.Tensor
@@ -172,10 +177,11 @@ class NewTokens(NamedTuple):
     lens: torch.Tensor
     num_tokens: int
     most_queries: int = 1
+    prefilling: torch.Tensor | None = None
 
     def check(self) -> None:
         """Raise ShapeError unless sizes, dtypes and devices fit one another."""
-        table, seq_lens, starts, lens, num_tokens, _ = self
+        table, seq_lens, starts, lens, num_tokens, *_ = self
         seqs = len(starts) - 1
         if not (
             {starts.device.type, lens.device.type} == {"cpu"}

@@ -26,6 +26,7 @@ from ..io.model_id import WEIGHTS, model_identity
 from ..io.plan import AUTO, CachePlan, as_plan
 from ..io.plan_store import costs_too_much, place_of, stored_plan
 from ..kernels.disk_cache import locked
+from ..rows.arguments import check_size
 from ..rows.basis import LayerBasis
 from ..rows.defaults import DEFAULT, default_format
 from ..rows.format import RowFormat, check_head_dims
@@ -35,8 +36,9 @@ from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
 Rows = TypeVar("Rows")
-KEYS = ("k_format", "v_format", "plan", "prompts")
+KEYS = ("k_format", "v_format", "plan", "prompts", "recent_len")
 LATENT_KEYS = ("format", "plan", "prompts")
+RECENT_LEN = 128
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
 
 
@@ -49,21 +51,24 @@ class Settings:
         plan: bases, clip ratios and rounding of each layer and KV head; None for none.
         prompts_from_rows: whether tokens of a prompt attend to rows of one another, not to 16
             bit.
+        recent_len: last tokens of a sequence to keep in 16 bit, beside its first page; 0 for none
+            of either; None for 128, or 0 where that cannot be.
     """
 
     k_format: str | None
     v_format: str | None
     plan: CachePlan | None = None
     prompts_from_rows: bool = False
+    recent_len: int | None = None
 
     @classmethod
     def parse(cls, given: Any, name: str = "settings") -> Settings:
         """Read what a user of an engine gives.
 
         Args:
-            given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file)
-                and "prompts" (one of PROMPTS). Formats left out are the default, or those that all
-                layers of the plan have.
+            given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file),
+                "prompts" (one of PROMPTS) and "recent_len". Formats left out are the default, or
+                those that all layers of the plan have.
             name: what errors call it.
 
         Raises:
@@ -86,7 +91,15 @@ class Settings:
             asked = k_format is not None
             plan = plan.with_formats(k_format, v_format) if asked else plan
             k_format, v_format = _common_formats(plan, asked=asked)
-        return cls(k_format, v_format, plan, from_rows)
+        recent_len = given.get("recent_len")
+        if recent_len is not None:
+            check_size("recent_len", recent_len)
+        if recent_len and from_rows:
+            raise ConfigError(
+                f'"recent_len" is {recent_len} beside "prompts": "rows", which attend to rows '
+                'alone: leave one of them out, or give "recent_len": 0'
+            )
+        return cls(k_format, v_format, plan, from_rows, recent_len)
 
     def __str__(self) -> str:
         return f"K rows {self.k_format or DEFAULT}, V rows {self.v_format or DEFAULT}"
@@ -102,6 +115,19 @@ class Settings:
         )
         check_head_dims(k_format, v_format)
         return PageLayout(k_format, v_format, num_kv_heads)
+
+    def window_len(self, layout: PageLayout, refused: str | None) -> int:
+        """How many last tokens are kept in 16 bit; 0 for none, and no first page.
+
+        refused: why an engine cannot keep them; ConfigError then, if they were asked for.
+        """
+        if refused and self.recent_len:
+            raise ConfigError(f'"recent_len" is {self.recent_len}, and {refused}: leave it out')
+        if refused or (layout.k_format.is_exact and layout.v_format.is_exact):
+            return 0
+        if self.recent_len is None:
+            return 0 if self.prompts_from_rows else RECENT_LEN
+        return self.recent_len
 
     def basis(self, layer: int, heads: Sequence[int], layout: PageLayout) -> LayerBasis | None:
         """The basis of a rank's KV heads of a layer, on the CPU; None without a plan.
@@ -348,9 +374,8 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
     limit = settings.plan.facts.get("limit") or {}
     if not limit.get("met", True):
         log.warning(
-            "kvquant: the plan misses its limit of KL %s. Sinks and recent tokens in 16 bit would "
-            "help, but an engine's pages cannot keep them: allow more bits, or serve this model "
-            "without kvquant",
+            "kvquant: the plan misses its limit of KL %s: keep last tokens in 16 bit "
+            '("recent_len": 128), allow more bits, or serve this model without kvquant',
             limit.get("max_kl"),
         )
 

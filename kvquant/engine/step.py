@@ -28,7 +28,9 @@ from ..rows.basis import Basis
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat
 from ..rows.segment import Segment
+from ..rows.slots import Slots
 from .contract import LayerRows, Lengths, NewTokens, Pages
+from .window import Window, WindowRows
 
 # queries of a chunk that attends to rows, made up to one of these: each number of them would be
 # another kernel to compile; for more it pays to dequantize the rows once
@@ -115,12 +117,29 @@ class Step:
         return found
 
 
-def describe_step(new: NewTokens) -> Step:
+def describe_step(new: NewTokens, window: Window | None = None) -> Step:
     """Split a step into decoding sequences (until the first with more queries, or without past) and
     chunks; reads nothing from the device, and raises as NewTokens.check.
+
+    window: of the layers, for which the step begins here.
     """
     new.check()
-    block_table, seq_lens, _, _, num_tokens, most_queries = new
+    step = _split(new)
+    if window is not None:
+        starts, lens = new.starts.numpy(), new.lens.numpy()
+        counts = starts[1:] - starts[:-1]
+        pasts = {chunk.sequence: chunk.past for chunk in step.chunks}
+        decodes = slice(step.decodes)
+        asking = (lens == counts)[decodes]
+        if new.prefilling is not None:
+            asking = asking | new.prefilling.numpy()[decodes]
+        pasts |= {int(i): int(lens[i] - counts[i]) for i in asking.nonzero()[0] if counts[i]}
+        window.begin(new.block_table, new.seq_lens, counts, pasts, new.num_tokens)
+    return step
+
+
+def _split(new: NewTokens) -> Step:
+    block_table, seq_lens, _, _, num_tokens, most_queries, _ = new
     starts, lens = new.starts.numpy(), new.lens.numpy()  # torch takes several times as long here
     counts = starts[1:] - starts[:-1]
     decodes, q_len = len(counts), int(counts.max(initial=1))
@@ -155,16 +174,22 @@ def append(
     k_rows, v_rows = layer.layout.views(pages)
     k_format, v_format, _ = layer.layout
     k_basis, v_basis = layer.basis or (None, None)
+    where: Slots | torch.Tensor = slots
+    exact = {}
+    if layer.window is not None:
+        layer.window.prepare(k_rows, v_rows, (k_format, v_format))
+        where, exact = layer.window.slots(slots), layer.window.options
     append_rows(
         k[: len(slots)],
         v[: len(slots)],
         k_rows,
         v_rows,
-        slots,
+        where,
         k_format,
         v_format,
         k_transform=k_basis,
         v_transform=v_basis,
+        **exact,
     )
 
 
@@ -256,7 +281,8 @@ def _attend_to_rows(
     lens, table = step.seq_lens[sequences], step.block_table[sequences]
     k_format, v_format, _ = layer.layout
     rows = Segment(*layer.layout.views(pages), lens, k_format, v_format, block_table=table)
-    call = AttentionCall(queries, [rows], layer.sm_scale, q_lens=q_lens, variant=layer.variant)
+    segments = [rows] if layer.window is None else layer.window.segments(rows, sequences)
+    call = AttentionCall(queries, segments, layer.sm_scale, q_lens=q_lens, variant=layer.variant)
     return attention.attend(call, layer.basis, lens)[0]
 
 
@@ -281,7 +307,32 @@ def _seen(
     k_format, v_format, _ = layer.layout
     k_basis, v_basis = layer.basis or (None, None)
     keys = _behind_past(k, k_rows, k_format, k_basis, slots)
-    return keys, _behind_past(v, v_rows, v_format, v_basis, slots)
+    values = _behind_past(v, v_rows, v_format, v_basis, slots)
+    if layer.window is not None:
+        _put_window(layer, layer.window, chunk, first, keys, values)
+    return keys, values
+
+
+def _put_window(
+    layer: LayerRows,
+    window: WindowRows,
+    chunk: Chunk,
+    first: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Replace past tokens of a chunk, from token first on, by their 16-bit rows."""
+    slots, positions = window.where(chunk.sequence)
+    chosen = (positions >= first).nonzero()[:, 0]
+    at, chosen = (positions[chosen] - first).to(keys.device), chosen.to(keys.device)
+    is_kept = (slots[chosen] >= 0)[:, None, None]
+    formats, bases = (window.k_format, window.v_format), layer.basis or (None, None)
+    for out, rows, fmt, basis in zip(
+        (keys, values), window.seen[chunk.sequence], formats, bases, strict=True
+    ):
+        found = out.new_empty(len(chosen), *out.shape[1:])
+        dequantize_past(rows[:, :, None], fmt, basis, chosen, found)
+        out[at] = torch.where(is_kept, found, out[at])
 
 
 def _behind_past(

@@ -18,9 +18,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..cache.warmup import new_queries, new_rows, present_in
+from ..rows.slots import Split
 from ..rows.variant import names_of
 from .contract import LayerRows, NewTokens, PageLayout, Pages
 from .step import FEW, append, attend, describe_step
+from .window import Window, WindowRows
 
 log = logging.getLogger("kvquant")
 _begun: dict[Hashable, Thread] = {}  # those whose kernels are being compiled
@@ -93,18 +95,28 @@ class StepCalls(LayerCalls[LayerRows]):
     Attributes:
         row_bytes: from one row to the next, of K and of V, if the engine keeps them in two
             tensors of [slots, num_kv_heads, bytes]; None for pages of PageLayout.
+        recent_len: last tokens in 16 bit, beside the first page; 0 for none.
     """
 
     row_bytes: tuple[int, int] | None = None
+    recent_len: int = 0
 
     def _kind_of_rows(self) -> Hashable:
-        layout, _, basis, variant, from_rows, _ = self.layer
+        layout, _, basis, variant, from_rows, *_ = self.layer
         return layout, present_in(basis), names_of(variant), from_rows
 
     def __call__(self) -> None:
         layer = self.layer.to("meta")
+        if self.recent_len:
+            layer = layer._replace(window=self._window(layer.layout))
         for counts, past in self._steps():
             self._step(layer, counts, past)
+
+    def _window(self, layout: PageLayout) -> WindowRows:
+        split = Split(self.page_size, self.recent_len, self.page_size, self.most_queries - 1)
+        sizes = self.max_num_seqs, self._max_pages, self.max_num_seqs, self.max_num_tokens
+        window = Window(split, *sizes, self._max_pages, "meta")
+        return WindowRows.of(window, layout, self.dtype)
 
     def _steps(self) -> Iterator[tuple[list[int], int]]:
         """New tokens of the sequences of steps, and past tokens of each."""
@@ -120,8 +132,9 @@ class StepCalls(LayerCalls[LayerRows]):
         layout, tokens, pages = layer.layout, sum(counts), self._pages(layer.layout)
         k, v = new_rows((tokens, layout.num_kv_heads), layout.k_format, layout.v_format, self.dtype)
         q, out = (new_queries((tokens, self.num_q_heads), x) for x in (k, v))
+        window = None if layer.window is None else layer.window.window
+        step = describe_step(self._new_tokens(counts, past), window)
         append(layer, k, v, pages, torch.empty(tokens, dtype=torch.int64, device="meta"))
-        step = describe_step(self._new_tokens(counts, past))
         attend(layer, step, q, k, v, pages, out)
 
     def _pages(self, layout: PageLayout) -> Pages:

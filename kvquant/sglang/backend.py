@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError, refuse
 from .environment import settings
-from .layers import calls_of, has_windows, rows_of_layers, with_sinks
+from .layers import calls_of, has_windows, rows_of_layers, windows_of, with_sinks
 from .pool import RowsPool, pages_of
 
 
@@ -41,6 +40,7 @@ class RowsAttention(AttentionBackend):
         refuse(UnsupportedError, _problems(runner, parts))
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
         self._rows = rows_of_layers(runner, settings())
+        self._windows = windows_of(runner, self._rows, parts)
         if torch.device(runner.device).type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
             warm_up_layers(device, calls_of(runner, self._rows))
@@ -50,13 +50,33 @@ class RowsAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Describe the steps of a batch that runs without a graph."""
         batch, counts = forward_batch, [1] * forward_batch.batch_size
-        if batch.forward_mode.is_extend():
+        is_prompt = batch.forward_mode.is_extend()
+        if is_prompt:
             counts = batch.extend_seq_lens_cpu
         elif not batch.forward_mode.is_decode_or_idle():
             raise UnsupportedError(f"kvquant does not serve SGLang's {batch.forward_mode}")
         seq_lens = batch.seq_lens.to(torch.int32)
-        self._steps = _describe(self._tables(batch), seq_lens, counts, batch.seq_lens_cpu)
+        given = self._tables(batch), seq_lens, counts, batch.seq_lens_cpu
+        self._steps = self._describe(*given, is_prompt=is_prompt)
         self.init_forward_metadata_in_graph(batch)
+
+    def _describe(
+        self,
+        tables: Sequence[torch.Tensor],
+        lens: torch.Tensor,
+        counts: Sequence[int],
+        host: torch.Tensor,
+        *,
+        is_prompt: bool = False,
+    ) -> list[Step]:
+        """A step for each part of the pool."""
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
+        prompts = torch.full((len(counts),), is_prompt, dtype=torch.bool, device="cpu")
+        rest = lens, starts, host.to(torch.int32), int(starts[-1]), 1, prompts
+        return [
+            describe_step(NewTokens(table, *rest), window)
+            for table, window in zip(tables, self._windows, strict=True)
+        ]
 
     def _tables(self, batch: Any) -> list[torch.Tensor]:
         """For each part of the pool: the pages of each sequence, as many as the longest has."""
@@ -102,10 +122,14 @@ class RowsAttention(AttentionBackend):
         for fixed, table in zip(self._fixed_tables, self._tables(batch), strict=True):
             fixed[:size, : table.shape[1]] = table
         self._fixed_lens[:size] = batch.seq_lens
+        tables, lens = [table[:size] for table in self._fixed_tables], self._fixed_lens[:size]
         if in_capture:
-            tables = [table[:size] for table in self._fixed_tables]
-            lens = self._fixed_lens[:size]
-            self._steps = _describe(tables, lens, [1] * size, batch.seq_lens_cpu)
+            # as if they had a past: what SGLang captures with takes no slot for 16-bit rows
+            self._steps = self._describe(tables, lens, [1] * size, batch.seq_lens_cpu + 1)
+            return
+        for window, table in zip(self._windows, tables, strict=True):
+            if window is not None:
+                window.begin(table, lens, [1] * size, {}, size)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Find the slots of new tokens. In a graph this runs in each replay."""
@@ -165,13 +189,3 @@ def _problems(runner: Any, parts: Sequence[Any]) -> Iterator[str]:
             "kvquant divides prompts on the host, which a CUDA graph of a whole prompt cannot do: "
             "give --cuda-graph-backend-prefill breakable or disabled"
         )
-
-
-def _describe(
-    tables: Sequence[torch.Tensor], lens: torch.Tensor, counts: Sequence[int], host: torch.Tensor
-) -> list[Step]:
-    """A step for each part of the pool."""
-    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
-    new = NewTokens(tables[0], lens, starts, host.to(torch.int32), int(starts[-1]))
-    step = describe_step(new)
-    return [step, *(replace(step, block_table=table, kept={}) for table in tables[1:])]

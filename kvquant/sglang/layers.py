@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,12 @@ from transformers import AutoConfig
 from ..engine.contract import LayerRows, PageLayout
 from ..engine.settings import Settings, rank_heads, rows_of_each, tell_settings
 from ..engine.warmup import StepCalls
+from ..engine.window import Window, WindowRows, slots_for
 from ..errors import UnsupportedError, refuse
+from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
-from .pool import row_bytes
+from .environment import settings
+from .pool import pages_of, row_bytes
 
 
 def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
@@ -62,6 +65,55 @@ def has_windows(pool: Any) -> bool:
     return isinstance(pool, SWAKVPool)
 
 
+def windows_of(
+    runner: Any, rows: dict[int, LayerRows], parts: Sequence[Any]
+) -> list[Window | None]:
+    """The 16-bit rows of each part of the pool, which its layers have from now on."""
+    pool, schedule, asked = runner.token_to_kv_pool, runner.server_args, settings()
+    device = torch.device(runner.device)
+    layers: list[list[int]] = [[] for _ in parts]
+    for layer in rows:
+        layers[int(has_windows(pool) and pool.layers_mapping[layer][1])].append(layer)
+    lens = [asked.window_len(part.layout, _without_window(runner)) for part in parts]
+    if device.type == "cuda" and asked.recent_len is None:
+        lens = [0 for _ in parts]  # it has not run on a GPU yet: who asks for it gets it
+    size = sum(
+        len(ids) * (part.page_size + count) * 2 * _elements(part.layout) * bool(count)
+        for ids, part, count in zip(layers, parts, lens, strict=True)
+    )
+    if not size:
+        return [None for _ in parts]
+    num_seqs = runner.req_to_token_pool.size
+    slots = slots_for(num_seqs, size, device)
+    most = max(schedule.chunked_prefill_size or 0, schedule.max_prefill_tokens) + num_seqs
+    windows: list[Window | None] = []
+    for ids, part, count in zip(layers, parts, lens, strict=True):
+        page = part.page_size
+        width = -(-runner.req_to_token_pool.req_to_token.shape[1] // page)
+        pages = pages_of(pool, ids[0])[0].shape[0]
+        window = Window(Split(page, count, page), slots, pages, num_seqs, most, width, device)
+        for layer in ids:
+            made = WindowRows.of(window, rows[layer].layout, runner.dtype)
+            rows[layer] = rows[layer]._replace(window=made)
+        windows.append(window)
+    return windows
+
+
+def _elements(layout: PageLayout) -> int:
+    """Of a token's K and V in all heads."""
+    return layout.num_kv_heads * (layout.k_format.head_dim + layout.v_format.head_dim)
+
+
+def _without_window(runner: Any) -> str | None:
+    """Why first pages and last tokens cannot be in 16 bit."""
+    given = runner.server_args
+    if runner.page_size < 4:
+        return "pages of --page-size 1 and 2 hold less than 4 first tokens (give 16)"
+    if given.enable_hierarchical_cache or given.disaggregation_mode != "null":
+        return "SGLang's host cache and disaggregation write pages without 16-bit rows"
+    return None
+
+
 def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
     schedule = runner.server_args
     most = schedule.chunked_prefill_size or 0
@@ -80,6 +132,7 @@ def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
                 runner.req_to_token_pool.size,
                 most if most > 0 else schedule.max_prefill_tokens,
                 row_bytes=row_bytes(one.layout),
+                recent_len=one.window.window.split.recent_len if one.window else 0,
             )
         )
     return calls

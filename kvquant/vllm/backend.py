@@ -49,15 +49,18 @@ from ..engine.settings import (
 )
 from ..engine.step import Step, append, attend, describe_step
 from ..engine.warmup import StepCalls, begin_warm_up, runs_on, warm_up_layers
+from ..engine.window import Window, WindowRows, slots_for
 from ..errors import ConfigError, UnsupportedError, refuse, shown
 from ..rows.basis import LayerBasis
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
+from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
 from .entries import OURS, PLUGIN
 from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
+LONGEST_PAGE = 128  # in tokens
 WITHOUT = 'without "kvquant" in --additional-config'
 
 
@@ -130,7 +133,7 @@ class RowsBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:
-        return [size for size in PAGE_SIZES if RUN <= size <= 128]  # tried ones
+        return [size for size in PAGE_SIZES if RUN <= size <= LONGEST_PAGE]  # tried ones
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -218,6 +221,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         found = rows_of_each(layers, rows_of, WITHOUT, refused)
         for name in layer_names:
             layers[name].impl.rows = found[name]
+        self._layers = [layers[name] for name in layer_names]
+        self._window: Window | None = None
+        self._has_pages = False
         # vLLM makes a builder for a draft model alone, beside one for all layers
         self.is_draft = all(layers[name].impl.is_draft for name in layer_names)
         # a draft model reads verified tokens, and the one that came after them
@@ -230,7 +236,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         calls = calls_of(StepCalls, self.vllm_config, *given)
         # where a layer has local chunks, each is a sequence of its own
         longest = getattr(layer, "attention_chunk_size", calls.max_model_len)
-        return replace(calls, page_size=self.kv_cache_spec.block_size, max_model_len=longest)
+        recent_len = layer.impl.recent_len if layer.impl.reserve(self.device) else 0
+        sizes = {"page_size": self.kv_cache_spec.block_size, "max_model_len": longest}
+        return replace(calls, **sizes, recent_len=recent_len)
 
     def build(
         self,
@@ -243,7 +251,34 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             lens = self._draft_lens(common_attn_metadata)
         if lens is None:
             lens = common_attn_metadata.seq_lens.cpu()
+        if not self._has_pages:
+            self._has_pages, self._window = (
+                True,
+                self._begin_window(common_attn_metadata.block_table_tensor.shape[1]),
+            )
         return self._describe(common_attn_metadata, lens)
+
+    def _begin_window(self, max_pages: int) -> Window | None:
+        """Give the layers, which have pages now, their 16-bit rows."""
+        impls = [layer.impl for layer in self._layers]
+        chunked = any(hasattr(layer, "attention_chunk_size") for layer in self._layers)
+        if chunked or not all(impl.reserve(self.device) for impl in impls):
+            return None
+        scheduler, size = self.vllm_config.scheduler_config, self.kv_cache_spec.block_size
+        window = Window(
+            Split(size, impls[0].recent_len, size, self.most_queries - 1),
+            len(impls[0].room[0]),
+            self._layers[0].kv_cache.shape[0],
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            max_pages,
+            self.device,
+        )
+        dtype = self.vllm_config.model_config.dtype
+        for impl in impls:
+            rows = WindowRows.of(window, impl.rows.layout, dtype, impl.room)
+            impl.rows = impl.rows._replace(window=rows)
+        return window
 
     def _draft_lens(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """Lengths of a draft model's sequences; None if the host has to read them."""
@@ -271,7 +306,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
                 lens,
                 common.num_actual_tokens,
                 self.most_queries,
-            )
+                common.is_prefilling,
+            ),
+            self._window,
         )
 
 
@@ -362,6 +399,13 @@ def _problems(layer: Attention) -> Iterator[str]:
         yield "it attends to whole images, not to the tokens before"
 
 
+def _without_window(config: VllmConfig) -> str | None:
+    """Why an engine's first pages and last tokens cannot be in 16 bit."""
+    if config.kv_transfer_config is not None:
+        return "a connector (--kv-transfer-config) writes pages without 16-bit rows"
+    return None
+
+
 def odd_cache_dtype(name: str) -> Iterator[str]:
     """Why a layer with one of vLLM's own cache dtypes cannot have rows."""
     if name not in RowsBackend.supported_kv_cache_dtypes:
@@ -446,6 +490,7 @@ class KVQuantImpl(AttentionImpl[Step]):
     """
 
     rows: LayerRows
+    room: list[torch.Tensor] | None
 
     def __init__(
         self,
@@ -468,6 +513,8 @@ class KVQuantImpl(AttentionImpl[Step]):
         self.is_draft = is_draft()
         config = get_current_vllm_config()
         self.longest = config.model_config.max_model_len
+        self.config, self.room = config, None
+        self.recent_len = 0
         if attn_type == AttentionType.DECODER:
             begin_to_compile(config, self)
 
@@ -482,8 +529,40 @@ class KVQuantImpl(AttentionImpl[Step]):
         heads = _heads_of(vllm_config)
         for basis in probable_bases(settings, self, heads, layout):
             rows = LayerRows(layout, self.scale, basis, variant, settings.prompts_from_rows)
-            given = rows, self.num_heads, queries + self.is_draft
-            yield calls_of(StepCalls, vllm_config, *given)
+            calls = calls_of(StepCalls, vllm_config, rows, self.num_heads, queries + self.is_draft)
+            yield replace(calls, recent_len=self.window_len(torch.device("cuda")))
+
+    def window_len(self, device: torch.device) -> int:
+        """How many last tokens the layer keeps in 16 bit."""
+        if self.is_draft:
+            return 0
+        settings = backend_of(KVQuantBackend, OURS[0], request_of(self.config)).settings
+        if device.type == "cuda" and settings.recent_len is None:
+            return 0  # it has not run on a GPU yet: who asks for it gets it
+        layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
+        found: int = settings.window_len(layout, _without_window(self.config))
+        return found
+
+    def reserve(self, device: torch.device) -> bool:
+        """Take the memory of the layer's 16-bit rows, if it has any; whether it has.
+
+        vLLM calls the layers once before it sees how much memory is left for pages.
+        """
+        if self.room is not None:
+            return True
+        config, self.recent_len = self.config, self.window_len(device)
+        if not self.recent_len:
+            return False
+        tokens = min(config.cache_config.block_size, LONGEST_PAGE) + self.recent_len
+        if config.speculative_config is not None:
+            tokens += config.speculative_config.num_speculative_tokens or 0
+        layers = get_layers_from_vllm_config(config, Attention).values()
+        others = sum(issubclass(one.attn_backend, KVQuantBackend) for one in layers)
+        size = self.num_kv_heads * tokens * 2 * self.head_size
+        count = slots_for(config.scheduler_config.max_num_seqs, 2 * others * size, device)
+        shape = 2, count, self.num_kv_heads, size // self.num_kv_heads
+        self.room = list(torch.zeros(shape, dtype=torch.uint8, device=device))
+        return True
 
     def variant(self, device: torch.device) -> AttentionVariant | None:
         """What the model changes in attention, if anything; needs loaded weights."""
@@ -522,6 +601,7 @@ class KVQuantImpl(AttentionImpl[Step]):
             # vLLM measures what is needed beside the pages: the longest past, dequantized
             past = [x.new_empty(self.longest, *x.shape[1:]) for x in (key, value)]
             del past
+            self.reserve(query.device)
             return output.zero_()
         attend(self.rows, attn_metadata, query, key, value, kv_cache, output)
         return output

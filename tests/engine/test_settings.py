@@ -95,6 +95,8 @@ PROMPTS = "'8-bit': it may be one of ('16-bit', 'rows')"
         (Settings, {"k_format": "int5"}, "format 'int5' does not exist"),
         (Settings, {"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
         (Settings, {"k_format": "int8", "prompts": "8-bit"}, PROMPTS),
+        (Settings, {"recent_len": -1}, "recent_len -1 is not possible"),
+        (Settings, {"recent_len": 8, "prompts": "rows"}, "leave one of them out"),
         (LatentSettings, None, "the config, for a model with latent attention, is None: give a"),
         (LatentSettings, {"k_format": "int8"}, "give a dict with format, plan, prompts"),
         (LatentSettings, {}, 'lacks format: give {"format": "int4-g8+int8-g4"}'),

@@ -27,12 +27,14 @@ from kvquant.engine.latent import (
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import Step, append, attend, describe_step
 from kvquant.engine.warmup import LayerCalls, StepCalls, warm_up_layers
+from kvquant.engine.window import Window, WindowRows
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import attention, mla, rows_at, transform
 from kvquant.rows.basis import LayerBasis
+from kvquant.rows.slots import Split
 
 pytestmark = pytest.mark.extra("cuda")
 HEADS, Q_HEADS, DIM, PAGE, LONGEST = 2, 8, 128, 32, 4096
@@ -93,8 +95,24 @@ def test_what_is_launched_with_k_and_v_apart_was_told(
     check_told(calls(LayerRows(layout, 0.1), page_size=page, row_bytes=(k, v)), pages, cuda)
 
 
+@pytest.mark.parametrize("formats", [("int4-g4", "int4-g4"), ("int8", "int4")], ids="/".join)
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_launched_beside_tokens_in_16_bit_was_told(
+    name: str, formats: tuple[str, str], cuda: FakeDriver
+) -> None:
+    layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
+    layout = layer.layout
+    pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
+    check_told(calls(layer, recent_len=40), pages, cuda)
+
+
 def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
     layer = planned.layer
+    window: Window | None = None
+    if planned.recent_len:
+        split = Split(PAGE, planned.recent_len, PAGE, planned.most_queries - 1)
+        window = Window(split, 24, 200, 24, 2048, -(-LONGEST // PAGE), "cpu")
+        layer = layer._replace(window=WindowRows.of(window, layer.layout, torch.bfloat16))
 
     def run(step: Step, tokens: int) -> None:
         q = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.bfloat16)
@@ -102,7 +120,7 @@ def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
         append(layer, k, v, pages, torch.arange(tokens))
         attend(layer, step, q, k, v, pages, torch.empty_like(q))
 
-    check_launches(planned, run, cuda, 2)
+    check_launches(planned, run, cuda, 2, window)
 
 
 @pytest.mark.parametrize("in_basis", [False, True], ids=["as they came", "in a basis"])
@@ -127,7 +145,11 @@ def test_what_is_launched_for_latents_was_told(name: str, in_basis: bool, cuda: 
 
 
 def check_launches(
-    planned: LayerCalls[Any], run: Callable[[Step, int], None], cuda: FakeDriver, most: int
+    planned: LayerCalls[Any],
+    run: Callable[[Step, int], None],
+    cuda: FakeDriver,
+    most: int,
+    window: Window | None = None,
 ) -> None:
     """Make steps. kernels_of must have named each kernel that they launch, and less than `most`
     times as many."""
@@ -137,7 +159,8 @@ def check_launches(
         tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
         table = torch.zeros(len(counts), LONGEST // planned.page_size, dtype=torch.int32)
         lens = starts.diff() + past
-        run(describe_step(NewTokens(table, lens, starts, lens, tokens, most_queries=4)), tokens)
+        new = NewTokens(table, lens, starts, lens, tokens, most_queries=4)
+        run(describe_step(new, window), tokens)
         assert {*loaded_specs()} <= {*told}, (counts, past)
     assert loaded_specs() and len(told) < most * len({*loaded_specs()})
 

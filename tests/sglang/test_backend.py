@@ -29,7 +29,7 @@ from kvquant.io.plan import CachePlan
 from kvquant.sglang import environment, plugin
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 24
-SETTINGS = Settings.parse({"k_format": "int8", "v_format": "int4-g4"})
+SETTINGS = Settings.parse({"k_format": "int8", "v_format": "int4-g4", "recent_len": 0})
 LENS = (70, 33, 1)
 ROOM = 512  # tokens of a pool
 
@@ -38,9 +38,9 @@ pytestmark = pytest.mark.usefixtures("sglang")
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch, sglang: None) -> None:
-    from kvquant.sglang import backend, pool
+    from kvquant.sglang import backend, layers, pool
 
-    for module in (backend, plugin, pool):
+    for module in (backend, layers, plugin, pool):
         monkeypatch.setattr(module, "settings", lambda: SETTINGS)
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="disabled"))
     found = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
@@ -144,7 +144,11 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
             get_total_num_kv_heads=lambda: KV_HEADS,
         ),
         server_args=SimpleNamespace(
-            chunked_prefill_size=64, max_prefill_tokens=128, trust_remote_code=False
+            chunked_prefill_size=64,
+            max_prefill_tokens=128,
+            trust_remote_code=False,
+            enable_hierarchical_cache=False,
+            disaggregation_mode="null",
         ),
         dtype=torch.float32,
         device="cpu",
@@ -248,6 +252,68 @@ def test_a_graphs_steps_read_what_replays_write(filled: tuple[Served, Any]) -> N
         backend._steps = captured
         backend.init_forward_metadata_in_graph(static)
         check_decoding(one, lens, run(one, backend, static, seed), seed, tokens=4)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@torch.no_grad()
+def test_first_pages_and_last_tokens_are_in_16_bit(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of a graph and without one."""
+    from kvquant.sglang import backend as home
+    from kvquant.sglang import layers, pool
+
+    found = []
+    for fmt, recent_len in (("fp16", 0), ("int4", 0), ("int4", 24)):
+        asked = Settings.parse({"k_format": fmt, "v_format": fmt, "recent_len": recent_len})
+        for module in (home, layers, pool):
+            monkeypatch.setattr(module, "settings", lambda asked=asked: asked)
+        one = served(16, parts=parts)
+        backend = home.RowsAttention(one.runner)
+        batch = one.batch(LENS, list(LENS))
+        backend.init_forward_metadata(batch)
+        run(one, backend, batch, 0)
+        outputs = []
+        for step in range(2):
+            batch = one.batch([length + 1 + step for length in LENS])
+            backend.init_forward_metadata(batch)
+            outputs += run(one, backend, batch, step)
+        backend.init_cuda_graph_state(3, 3)
+        static = one.batch([1] * 3, rows=[0] * 3)
+        backend.init_forward_metadata_out_graph(static, in_capture=True)
+        batch = one.batch([length + 3 for length in LENS])
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        backend.init_forward_metadata_out_graph(batch)
+        backend.init_forward_metadata_in_graph(static)
+        outputs += run(one, backend, static, 9)
+        found.append(torch.stack(outputs))
+    exact, bare, kept = found
+    assert (kept - exact).norm() < (bare - exact).norm() / 1.5
+    short = slice(2, 3)  # of a few tokens, all in 16 bit
+    assert (kept - exact)[:, short].abs().max() < 0.05 < (bare - exact)[:, short].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_size": 2}, "hold less than 4 first tokens"),
+        ({"enable_hierarchical_cache": True}, "write pages without 16-bit rows"),
+        ({"disaggregation_mode": "decode"}, "write pages without 16-bit rows"),
+    ],
+)
+def test_where_first_pages_cannot_be_in_16_bit(
+    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.sglang import layers
+    from kvquant.sglang.backend import RowsAttention
+
+    one = served(changes.get("page_size", 16), parts=1)
+    vars(one.runner.server_args).update(changes)
+    assert RowsAttention(one.runner)._windows == [None]  # it was not asked for
+    asked = Settings.parse({"k_format": "int8", "v_format": "int4-g4", "recent_len": 8})
+    monkeypatch.setattr(layers, "settings", lambda: asked)
+    with pytest.raises(ConfigError, match=rf'"recent_len" is 8, and .*{words}'):
+        RowsAttention(one.runner)
 
 
 def test_slots_keep_their_rows_in_host_memory() -> None:

@@ -14,7 +14,7 @@ from vllm_engines import make_plan, random_model
 
 from kvquant.cli.demo import MODEL
 
-INT4 = {"k_format": "int4-g4", "v_format": "int4-g4"}
+INT4 = {"k_format": "int4-g4", "v_format": "int4-g4", "recent_len": 0}
 LENGTHS = (150, 40, 7)  # of prompts, each in one chunk
 MORE = 20  # tokens behind a prompt that is in the radix cache
 LONG = 340  # tokens of a prompt in two chunks, of which the second reads the first's rows

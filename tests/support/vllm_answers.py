@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int4-eager-first-runner": {"rows": INT4, "runner": "0", **EAGER},
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, **EAGER},
     "int4-short-chunks": {"rows": INT4, "max_num_batched_tokens": 64, **EAGER},
-    "plan": {"rows": {"plan": ""}},
+    "plan": {"rows": {"plan": "", "recent_len": 0}},
     "int4-ngram": {"rows": INT4, "speculative_config": NGRAM},
     "bf16-draft": {"rows": BF16, "speculative_config": {}, **EAGER},
     "int4-draft": {"rows": INT4, "speculative_config": {}},

@@ -111,7 +111,7 @@ def test_predictions_are_as_good_as_calibrate_says(plan: str) -> None:
     with torch.no_grad():
         exact = model(windows[:, :-2]).logits[:, -SCORED:].log_softmax(-1)
     prompts = [window[:-1].tolist() for window in windows]
-    with engine({"plan": plan}, max_num_batched_tokens=CONTEXT) as llm:
+    with engine({"plan": plan, "recent_len": 0}, max_num_batched_tokens=CONTEXT) as llm:
         found = logits_of(llm, prompts, SCORED).log_softmax(-1)  # without the last token's
         pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     assert told.kl_error is not None and told.top1_error is not None
@@ -167,7 +167,7 @@ def test_a_second_engine_in_a_process_is_told_of_the_firsts_rows(
     monkeypatch.setattr(selector._cached_get_attn_backend, "cache_clear", lambda: None)
     with engine(INT4):
         pass
-    firsts = '{"k_format": "int4-g4", "v_format": "int4-g4"}'
+    firsts = '{"k_format": "int4-g4", "recent_len": 0, "v_format": "int4-g4"}'
     message = rf"\"kvquant\": '{firsts}': start one process for each setting"
     for rows in ({"k_format": "int8", "v_format": "int8"}, None):
         with pytest.raises(ConfigError, match=message), engine(rows):

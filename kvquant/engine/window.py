@@ -1,0 +1,409 @@
+"""16-bit copies of a sequence's first page and last tokens, beside the rows in an engine's pages.
+
+Each token has packed rows in its page. So prefixes, preempted sequences and forks find all tokens
+there, and a sequence without a slot here attends to packed rows alone.
+
+    tokens     0 ... page_size        ...        n - recent_len ... n
+               ├─ first page ─┤├── packed rows ──┤├─── recent ────┤
+    slot       [0, page_size)     the pages          a ring of ring_len rows
+
+Engines name no requests when they describe a step, so the page of a sequence's last token names its
+slot. A slot has a ticket, which its sequence leaves in each page that it writes. A sequence whose
+last page has the ticket of a slot goes on in that slot; a ticket becomes invalid when another
+sequence takes the slot. Full pages that sequences share hold the same tokens, and so do their slots
+up to the end of such a page: then one sequence keeps the slot, and the others take new ones. A
+prompt takes the slot that was used longest ago. Its 16-bit rows before the prompt's new tokens are
+copied from the slot that still has the first page, or decoded from packed rows.
+
+All of this is computed on the device, without a wait, from tensors that stay where they are, for
+CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..ops.append import append_rows
+from ..ops.rows_at import dequantize_pages, take
+from ..rows.format import RowFormat
+from ..rows.segment import Numbers, Segment
+from ..rows.slots import Slots, Split
+
+if TYPE_CHECKING:
+    from .contract import PageLayout
+
+log = logging.getLogger("kvquant")
+NONE = -1
+SHARE = 0.05  # of a device's memory that 16-bit rows may take
+
+
+def slots_for(max_num_seqs: int, bytes_of_slot: int, device: torch.device) -> int:
+    """How many sequences have 16-bit rows; bytes_of_slot: of all layers."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = max(min(max_num_seqs, int(SHARE * memory) // bytes_of_slot), 1)
+    _tell_slots(found, max_num_seqs, found * bytes_of_slot)
+    return found
+
+
+@lru_cache
+def _tell_slots(found: int, asked: int, size: int) -> None:
+    """Log once how many sequences have 16-bit rows."""
+    log.info(
+        "kvquant: the first page and last tokens of %d of %d sequences are in 16 bit (%.0f MiB)",
+        *(found, asked, size / (1 << 20)),
+    )
+
+
+class Refill(NamedTuple):
+    """The tokens of a prompt before those of the step, whose 16-bit rows its slot should have.
+
+    All are [tokens] int64 slots, negative for none.
+
+    Attributes:
+        packed: where the packed rows are, in pages.
+        kept: where another slot has the 16-bit row.
+        target: where the 16-bit row goes; negative if it is there already.
+    """
+
+    packed: torch.Tensor
+    kept: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class WindowStep:
+    """Where the sequences of a step have 16-bit rows.
+
+    Attributes:
+        block_table: [num_seqs, max_pages], int32: pages of the packed rows.
+        packed_lens, exact_lens, starts, seq_slots: [num_seqs], int32: as of Segment.
+        exact: [num_tokens], int64: 16-bit slot of each new token; negative for none.
+        refill: of all prompts with a past; None if there are none.
+        seen: by row of the block table, the 16-bit slots of a prompt's past tokens in the window,
+            [tokens] int64, negative for none, and the positions of these tokens on the CPU.
+        kept: results of one layer, for attention.
+    """
+
+    block_table: torch.Tensor
+    packed_lens: torch.Tensor
+    exact_lens: torch.Tensor
+    starts: torch.Tensor
+    seq_slots: torch.Tensor
+    exact: torch.Tensor
+    refill: Refill | None
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Window:
+    """The slots of sequences; those of one kind of layers share it."""
+
+    def __init__(
+        self,
+        split: Split,
+        num_slots: int,
+        num_pages: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_pages: int,
+        device: torch.device | str,
+    ) -> None:
+        def full(*shape: int, dtype: torch.dtype = torch.int64, fill: int = NONE) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        self.split, self.num_slots, self.device = split, num_slots, torch.device(device)
+        self.step: WindowStep | None = None
+        self._now = 0
+        self._ticket_of_page, self._slot_of_first = full(num_pages), full(num_pages)
+        # the last one is written for sequences without a slot, and never read
+        self._ticket, self._first = full(num_slots + 1, fill=-2), full(num_slots + 1)
+        self._end, self._used = full(num_slots + 1, fill=0), full(num_slots + 1, fill=0)
+        self._exact, self.nowhere = full(max_num_tokens), full(max_num_tokens)
+        self._table = full(max_num_seqs, max_pages, dtype=torch.int32, fill=0)
+        self._counts = full(4, max_num_seqs, dtype=torch.int32, fill=0)
+        self._range = torch.arange(max(max_num_tokens, max_num_seqs), device=device)
+
+    def begin(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        counts: Numbers | Sequence[int],
+        pasts: dict[int, int],
+        num_tokens: int,
+    ) -> WindowStep:
+        """Find or take the slots of a step's sequences, before its rows are written.
+
+        Args:
+            block_table: [num_seqs, max_pages], int32.
+            seq_lens: [num_seqs], int32, with the new tokens.
+            counts: new tokens of each sequence.
+            pasts: of sequences that read a prompt, the tokens before, 0 or more.
+            num_tokens: of the step, with padding.
+        """
+        split, size, slots = self.split, self.split.page_size, self.num_slots
+        new_lens = np.asarray(counts)
+        batch, tokens = len(new_lens), int(new_lens.sum())
+        owner, back, new, asks = self._of_tokens(new_lens, pasts)
+        table, lens = block_table[:batch].long(), seq_lens[:batch].long()
+        places = self._range[:batch]
+        past = lens - new
+        first = table[:, 0]
+        # a page of a prompt's past has it whole, so the ticket is of the last one's writer
+        last = table.gather(1, (past - 1).clamp(min=0)[:, None] // size)[:, 0]
+        ticket = self._ticket_of_page[last.clamp(min=0)]
+        slot = known = ticket.clamp(min=0) % slots
+        end = self._end[slot]
+        lag = end - past
+        is_known = (past > 0) & (ticket >= 0) & (self._ticket[slot] == ticket) & (lag >= 0)
+        goes_on = is_known & (new > 0) & (lag <= split.rollback_len)
+        # of several with one ticket the one that is nearest to the slot's end keeps the slot
+        rank = torch.where(goes_on, lag * batch + places, 1 << 40)
+        best = torch.full_like(self._used, 1 << 40).scatter_reduce_(0, slot, rank, "amin")
+        goes_on &= best[slot] == rank
+
+        self._now += 1
+        used = self._used.scatter(0, torch.where(goes_on, slot, slots), self._now)[:slots]
+        oldest, wanted = used.argsort(), asks & ~goes_on & (new > 0)
+        turn = wanted.cumsum(0) - 1
+        takes = wanted & (turn < slots - goes_on.sum())
+        slot = torch.where(takes, oldest[turn.clamp(0, slots - 1)], slot)
+        has = goes_on | takes
+        ticket = torch.where(goes_on & (lag == 0), ticket, self._now * slots + slot)
+
+        holder = self._slot_of_first[first.clamp(min=0)]
+        holds = (holder >= 0) & (self._first[holder] == first) & (self._end[holder] >= size)
+        sources = torch.where(holds, holder, NONE), torch.where(is_known, known, NONE), end
+        found = self._refill(table, pasts, slot, has, takes, *sources)
+
+        at = torch.where(has, slot, slots)
+        for state, values in (
+            (self._ticket, ticket),
+            (self._first, first),
+            (self._end, lens),
+            (self._used, torch.full_like(lens, self._now)),
+        ):
+            state[at] = values
+        # written now, or copied
+        is_holder = (new > 0) & ((past == 0) | (takes & holds))
+        holder = torch.where(is_holder, torch.where(has, slot, NONE), holder)
+        self._slot_of_first[first.clamp(min=0)] = holder
+
+        owned, of_slot = has[owner], slot[owner]
+        position = lens[owner] - 1 - back
+        is_kept = owned & ((position < size) | (back < split.ring_len))
+        self._exact[:tokens] = torch.where(
+            is_kept, of_slot * split.exact_len + self._row(position), NONE
+        )
+        self._exact[tokens:num_tokens] = NONE
+        pages = table[owner, position // size]
+        self._ticket_of_page[pages] = torch.where(owned, ticket[owner], NONE)
+
+        packed = torch.where(has, (lens - size - split.recent_len).clamp(min=0), lens)
+        given = packed, lens - packed, split.ring_row(packed), torch.where(has, slot, 0)
+        self._counts[:, :batch] = torch.stack(given)
+        self._counts[:, batch:] = 0
+        packed_lens, exact_lens, starts, seq_slots = self._counts[:, :batch]
+        shifted = self._table[:batch, : table.shape[1]]
+        shifted[:] = block_table[:batch]
+        shifted[:, :-1] = torch.where(has[:, None], block_table[:batch, 1:], shifted[:, :-1])
+        self.step = WindowStep(
+            self._table[:batch, : table.shape[1]],
+            packed_lens,
+            exact_lens,
+            starts,
+            seq_slots,
+            self._exact[:num_tokens],
+            *found,
+        )
+        return self.step
+
+    def _row(self, position: torch.Tensor) -> torch.Tensor:
+        """The row of a token in its slot."""
+        sinks = self.split.sink_len
+        return torch.where(
+            position < sinks, position, sinks + self.split.ring_row(position - sinks)
+        )
+
+    def _of_tokens(
+        self, counts: Numbers, pasts: dict[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sequence of each token, and tokens after it; new tokens, and who may take a slot."""
+        owner = np.repeat(np.arange(len(counts)), counts)
+        back = counts.cumsum()[owner] - 1 - np.arange(len(owner))
+        asks = np.zeros_like(counts)
+        asks[list(pasts)] = 1
+        numbers = np.concatenate([owner, back, counts, asks])
+        moved = torch.from_numpy(numbers).to(self.device, torch.int64, non_blocking=True)
+        of_tokens, batch = len(owner), len(counts)
+        *others, may_take = moved.split([of_tokens, of_tokens, batch, batch])
+        return others[0], others[1], others[2], may_take > 0
+
+    def _refill(
+        self,
+        table: torch.Tensor,
+        pasts: dict[int, int],
+        slot: torch.Tensor,
+        has: torch.Tensor,
+        takes: torch.Tensor,
+        holder: torch.Tensor,
+        known: torch.Tensor,
+        end: torch.Tensor,
+    ) -> tuple[Refill | None, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """What prompts with a past need: see WindowStep.
+
+        Args:
+            table: [num_seqs, max_pages], int64.
+            pasts: as of begin.
+            slot, has, takes: of each sequence, whether it has one, and whether it has just come.
+            holder: a slot with the sequence's first page, or negative.
+            known: a slot whose tokens are the sequence's up to its past, or negative.
+            end: tokens of that slot.
+        """
+        split, size, exact_len = self.split, self.split.page_size, self.split.exact_len
+        seen, parts = {}, []
+        for place, past in pasts.items():
+            if not past:
+                continue
+            on_cpu = torch.cat(
+                [
+                    torch.arange(min(size, past), device="cpu"),
+                    torch.arange(max(size, past - split.recent_len), max(size, past), device="cpu"),
+                ]
+            )
+            position = on_cpu.to(self.device, non_blocking=True)
+            row = self._row(position)
+            exact = slot[place] * exact_len + row
+            in_slot = torch.where(has[place], exact, NONE)
+            in_ring = position >= (end[place] - split.ring_len).clamp(min=size)
+            source = torch.where(
+                in_ring, known[place], torch.where(position < size, holder[place], NONE)
+            )
+            kept = torch.where(source >= 0, source * exact_len + row, NONE)
+            packed = table[place, position // size] * size + position % size
+            parts.append((packed, kept, torch.where(takes[place], exact, NONE)))
+            seen[place] = in_slot, on_cpu
+        refill = Refill(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+        return refill, seen
+
+
+@dataclass(eq=False)
+class WindowRows:
+    """The 16-bit rows of a layer.
+
+    Attributes:
+        window: its slots.
+        k_rows, v_rows: [num_slots, num_kv_heads, exact_len, row bytes], uint8.
+        k_format, v_format: their formats, "bf16" or "fp16".
+        seen: K and V rows of the past tokens of a step's prompts, [tokens, num_kv_heads, row bytes]
+            each, by row of the block table: the step's own tokens may take their places.
+    """
+
+    window: Window
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+    k_format: RowFormat
+    v_format: RowFormat
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        window: Window,
+        layout: PageLayout,
+        dtype: torch.dtype,
+        room: Sequence[torch.Tensor] | None = None,
+    ) -> WindowRows:
+        """The rows of a layer.
+
+        room: for K and V, each [num_slots, num_kv_heads, bytes or more], uint8; None for new ones.
+        """
+        name = "fp16" if dtype == torch.float16 else "bf16"
+        formats = [RowFormat.parse(name, fmt.head_dim) for fmt in layout[:2]]
+        tokens, shape = window.split.exact_len, (window.num_slots, layout.num_kv_heads)
+        rows = []
+        for fmt, given in zip(formats, room or (None, None), strict=True):
+            size = tokens * fmt.row_bytes
+            if given is None:
+                given = torch.zeros(*shape, size, dtype=torch.uint8, device=window.device)
+            rows.append(given[..., :size].unflatten(-1, (tokens, fmt.row_bytes)))
+        return cls(window, *rows, *formats)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.k_format.codec == "fp16" else torch.bfloat16
+
+    def prepare(
+        self, k_pages: torch.Tensor, v_pages: torch.Tensor, formats: tuple[RowFormat, RowFormat]
+    ) -> None:
+        """Refill the slots of prompts, and keep what their attention reads, before new rows."""
+        step = self.window.step
+        self.seen = {}
+        if step is None or step.refill is None:
+            return
+        packed, kept, target = step.refill
+        sides = zip(
+            (k_pages, v_pages),
+            formats,
+            (self.k_rows, self.v_rows),
+            (self.k_format, self.v_format),
+            strict=True,
+        )
+        values = []
+        for pages, fmt, rows, exact_format in sides:
+            decoded = dequantize_pages(pages, fmt, packed, self.dtype)
+            exact = dequantize_pages(rows, exact_format, kept, self.dtype)
+            values.append(torch.where((kept >= 0)[:, None, None], exact, decoded))
+        nowhere = torch.full_like(target, NONE)
+        slots = Slots(nowhere, target, nowhere)
+        k, v = values
+        append_rows(k, v, k_pages, v_pages, slots, *formats, **self.options)
+        for place, (seen, _) in step.seen.items():
+            at = seen.clamp(min=0)
+            self.seen[place] = take(self.k_rows, at), take(self.v_rows, at)
+
+    def slots(self, packed: torch.Tensor) -> Slots:
+        """Where new tokens go, beside their packed slots."""
+        step = self.window.step
+        exact = self.window.nowhere if step is None else step.exact
+        return Slots(packed, exact[: len(packed)], self.window.nowhere[: len(packed)])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of append_rows."""
+        name = self.k_format.codec
+        return {"exact_k": self.k_rows, "exact_v": self.v_rows, "exact_format": name}
+
+    def where(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The 16-bit slots of a prompt's past tokens, and their positions; see WindowStep.seen."""
+        assert self.window.step is not None
+        return self.window.step.seen[place]
+
+    def segments(self, packed: Segment, sequences: slice) -> list[Segment]:
+        """The segments of sequences, in 16 bit where they have it; packed: of all their tokens."""
+        step = self.window.step
+        assert step is not None
+        lens, exact_lens, starts, seq_slots = (
+            x[sequences] for x in (step.packed_lens, step.exact_lens, step.starts, step.seq_slots)
+        )
+        packed = packed._replace(seq_lens=lens, block_table=step.block_table[sequences])
+        exact = Segment(
+            self.k_rows,
+            self.v_rows,
+            exact_lens,
+            self.k_format,
+            self.v_format,
+            starts=starts,
+            sinks=self.window.split.sink_len,
+            seq_slots=seq_slots,
+        )
+        return [packed, exact]

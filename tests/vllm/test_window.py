@@ -1,0 +1,72 @@
+"""First pages and last tokens in 16 bit in vLLM's engine, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engines import (
+    CONTEXT,
+    INT4,
+    SCORED,
+    TOKENS,
+    counter,
+    engine,
+    generate,
+    held_out_windows,
+    logits_of,
+)
+from vllm_texts import Text
+
+from kvquant import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+
+
+def test_first_pages_and_last_tokens_keep_logits() -> None:
+    """In prompts in chunks, in generated tokens, and behind pages of earlier requests."""
+    prompts = [window[:-1].tolist() for window in held_out_windows()[:5]]
+    found: list[tuple[Any, ...]] = []
+    for rows in (None, {**INT4, "recent_len": 0}, {**INT4, "recent_len": 64}):
+        with engine(rows, max_num_batched_tokens=96) as llm:
+            logits = logits_of(llm, prompts, SCORED).log_softmax(-1)
+            texts = [generate(llm, prompts, TOKENS) for _ in range(2)]
+            assert counter(llm, "prefix_cache_hits") >= 5 * (CONTEXT - 2) // 32 * 32
+        found.append((logits, *texts))
+    exact, bare, kept = found
+
+    def errors(of: tuple[Any, ...]) -> list[float]:
+        kl = float((exact[0].exp() * (exact[0] - of[0])).sum(-1).mean())
+        return [kl**0.5, *(_moved(texts, exact[1]) for texts in of[1:])]
+
+    for less, more in zip(errors(kept), errors(bare), strict=True):
+        assert less < more / 1.4
+
+
+def _moved(found: Sequence[Text], wanted: Sequence[Text]) -> float:
+    """By how much log-probabilities of likely tokens moved, in the mean, while texts are alike."""
+    moves = []
+    for ours, theirs in zip(found, wanted, strict=True):
+        steps = zip(ours.ids, theirs.ids, ours.known, theirs.known, strict=True)
+        for token, other, here, there in steps:
+            moves += [abs(here[one] - x) for one, x in there.items() if one in here]
+            if token != other:
+                break
+    return sum(moves) / len(moves)
+
+
+def test_a_connector_writes_no_16_bit_rows(tmp_path: Path) -> None:
+    from vllm.config import KVTransferConfig
+
+    storage = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    with (
+        pytest.raises(ConfigError, match=r"recent_len.* a connector .*leave it out"),
+        engine({**INT4, "recent_len": 64}, kv_transfer_config=storage) as llm,
+    ):
+        generate(llm, [[1, 2, 3]], 1)
