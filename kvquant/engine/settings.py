@@ -38,7 +38,6 @@ log = logging.getLogger("kvquant")
 Rows = TypeVar("Rows")
 KEYS = ("k_format", "v_format", "plan", "prompts", "recent_len")
 LATENT_KEYS = ("format", "plan", "prompts")
-RECENT_LEN = 128
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
 
 
@@ -52,14 +51,14 @@ class Settings:
         prompts_from_rows: whether tokens of a prompt attend to rows of one another, not to 16
             bit.
         recent_len: last tokens of a sequence to keep in 16 bit, beside its first page; 0 for none
-            of either; None for 128, or 0 where that cannot be.
+            of either.
     """
 
     k_format: str | None
     v_format: str | None
     plan: CachePlan | None = None
     prompts_from_rows: bool = False
-    recent_len: int | None = None
+    recent_len: int = 0
 
     @classmethod
     def parse(cls, given: Any, name: str = "settings") -> Settings:
@@ -91,9 +90,7 @@ class Settings:
             asked = k_format is not None
             plan = plan.with_formats(k_format, v_format) if asked else plan
             k_format, v_format = _common_formats(plan, asked=asked)
-        recent_len = given.get("recent_len")
-        if recent_len is not None:
-            check_size("recent_len", recent_len)
+        recent_len = check_size("recent_len", given.get("recent_len", 0))
         if recent_len and from_rows:
             raise ConfigError(
                 f'"recent_len" is {recent_len} beside "prompts": "rows", which attend to rows '
@@ -123,11 +120,8 @@ class Settings:
         """
         if refused and self.recent_len:
             raise ConfigError(f'"recent_len" is {self.recent_len}, and {refused}: leave it out')
-        if refused or (layout.k_format.is_exact and layout.v_format.is_exact):
-            return 0
-        if self.recent_len is None:
-            return 0 if self.prompts_from_rows else RECENT_LEN
-        return self.recent_len
+        is_exact = layout.k_format.is_exact and layout.v_format.is_exact
+        return 0 if is_exact else self.recent_len
 
     def basis(self, layer: int, heads: Sequence[int], layout: PageLayout) -> LayerBasis | None:
         """The basis of a rank's KV heads of a layer, on the CPU; None without a plan.

@@ -125,16 +125,17 @@ def describe_step(new: NewTokens, window: Window | None = None) -> Step:
     """
     new.check()
     step = _split(new)
-    if window is not None:
+    if window is not None and len(new.lens):
         starts, lens = new.starts.numpy(), new.lens.numpy()
         counts = starts[1:] - starts[:-1]
         pasts = {chunk.sequence: chunk.past for chunk in step.chunks}
         decodes = slice(step.decodes)
         asking = (lens == counts)[decodes]
-        if new.prefilling is not None:
-            asking = asking | new.prefilling.numpy()[decodes]
+        if new.prefilling is not None:  # engines leave the padding of a graph out
+            prefilling = new.prefilling.numpy()[decodes]
+            asking[: len(prefilling)] |= prefilling
         pasts |= {int(i): int(lens[i] - counts[i]) for i in asking.nonzero()[0] if counts[i]}
-        window.begin(new.block_table, new.seq_lens, counts, pasts, new.num_tokens)
+        window.begin(new.block_table, new.seq_lens, counts, pasts)
     return step
 
 
@@ -177,7 +178,7 @@ def append(
     where: Slots | torch.Tensor = slots
     exact = {}
     if layer.window is not None:
-        layer.window.prepare(k_rows, v_rows, (k_format, v_format))
+        layer.window.read()
         where, exact = layer.window.slots(slots), layer.window.options
     append_rows(
         k[: len(slots)],
@@ -191,6 +192,8 @@ def append(
         v_transform=v_basis,
         **exact,
     )
+    if layer.window is not None:
+        layer.window.refill(k_rows, v_rows, (k_format, v_format))
 
 
 def attend(
@@ -309,30 +312,34 @@ def _seen(
     keys = _behind_past(k, k_rows, k_format, k_basis, slots)
     values = _behind_past(v, v_rows, v_format, v_basis, slots)
     if layer.window is not None:
-        _put_window(layer, layer.window, chunk, first, keys, values)
+        _put_window(layer, layer.window, step, chunk, first, keys, values)
     return keys, values
 
 
 def _put_window(
     layer: LayerRows,
     window: WindowRows,
+    step: Step,
     chunk: Chunk,
     first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
     """Replace past tokens of a chunk, from token first on, by their 16-bit rows."""
-    slots, positions = window.where(chunk.sequence)
-    chosen = (positions >= first).nonzero()[:, 0]
-    at, chosen = (positions[chosen] - first).to(keys.device), chosen.to(keys.device)
-    is_kept = (slots[chosen] >= 0)[:, None, None]
+    assert window.window.step is not None
+    tokens, positions, has_slot = window.window.step.seen[chunk.sequence]
+    key = "window", chunk.sequence, first
+    if key not in step.kept:
+        chosen = (positions >= first).nonzero()[:, 0]
+        both = torch.stack([positions[chosen] - first, chosen])
+        step.kept[key] = both.to(keys.device, non_blocking=True).unbind()
+    at, chosen = step.kept[key]
     formats, bases = (window.k_format, window.v_format), layer.basis or (None, None)
-    for out, rows, fmt, basis in zip(
-        (keys, values), window.seen[chunk.sequence], formats, bases, strict=True
-    ):
+    for out, stored, fmt, basis in zip((keys, values), window.seen, formats, bases, strict=True):
+        rows = stored[tokens].view(torch.uint8)[:, :, None]
         found = out.new_empty(len(chosen), *out.shape[1:])
-        dequantize_past(rows[:, :, None], fmt, basis, chosen, found)
-        out[at] = torch.where(is_kept, found, out[at])
+        dequantize_past(rows, fmt, basis, chosen, found)
+        out[at] = torch.where(has_slot, found, out[at])
 
 
 def _behind_past(

@@ -32,8 +32,9 @@ import numpy as np
 import torch
 
 from ..ops.append import append_rows
-from ..ops.rows_at import dequantize_pages, take
+from ..ops.rows_at import dequantize_pages
 from ..rows.format import RowFormat
+from ..rows.quantize import EXACT_DTYPES, exact_codec
 from ..rows.segment import Numbers, Segment
 from ..rows.slots import Slots, Split
 
@@ -65,19 +66,27 @@ def _tell_slots(found: int, asked: int, size: int) -> None:
     )
 
 
-class Refill(NamedTuple):
-    """The tokens of a prompt before those of the step, whose 16-bit rows its slot should have.
+class Seen(NamedTuple):
+    """See WindowStep.seen."""
 
-    All are [tokens] int64 slots, negative for none.
+    tokens: slice
+    positions: torch.Tensor
+    has_slot: torch.Tensor
+
+
+class Refill(NamedTuple):
+    """The tokens before those of a step, of its prompts, that are in 16 bit; [tokens] int64 each.
 
     Attributes:
-        packed: where the packed rows are, in pages.
-        kept: where another slot has the 16-bit row.
-        target: where the 16-bit row goes; negative if it is there already.
+        packed: slots of their packed rows, in pages.
+        source: 16-bit slots that have them before the step's rows are written; negative where only
+            their packed rows have them.
+        target: 16-bit slots where they have to be written; negative where they are, or where a
+            newer token takes the place.
     """
 
     packed: torch.Tensor
-    kept: torch.Tensor
+    source: torch.Tensor
     target: torch.Tensor
 
 
@@ -88,11 +97,9 @@ class WindowStep:
     Attributes:
         block_table: [num_seqs, max_pages], int32: pages of the packed rows.
         packed_lens, exact_lens, starts, seq_slots: [num_seqs], int32: as of Segment.
-        exact: [num_tokens], int64: 16-bit slot of each new token; negative for none.
         refill: of all prompts with a past; None if there are none.
-        seen: by row of the block table, the 16-bit slots of a prompt's past tokens in the window,
-            [tokens] int64, negative for none, and the positions of these tokens on the CPU.
-        kept: results of one layer, for attention.
+        seen: by row of the block table, which tokens of refill are a prompt's, their positions, on
+            the CPU, and whether its sequence has a slot.
     """
 
     block_table: torch.Tensor
@@ -100,9 +107,8 @@ class WindowStep:
     exact_lens: torch.Tensor
     starts: torch.Tensor
     seq_slots: torch.Tensor
-    exact: torch.Tensor
     refill: Refill | None
-    seen: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    seen: dict[int, Seen]
 
 
 class Window:
@@ -124,11 +130,12 @@ class Window:
         self.split, self.num_slots, self.device = split, num_slots, torch.device(device)
         self.step: WindowStep | None = None
         self._now = 0
-        self._ticket_of_page, self._slot_of_first = full(num_pages), full(num_pages)
-        # the last one is written for sequences without a slot, and never read
+        # the last entries are written for sequences without a slot or a first page, and not read
+        self._ticket_of_page, self._slot_of_first = full(num_pages), full(num_pages + 1)
+        self._written = full(num_pages)  # the last step that wrote to a page
         self._ticket, self._first = full(num_slots + 1, fill=-2), full(num_slots + 1)
         self._end, self._used = full(num_slots + 1, fill=0), full(num_slots + 1, fill=0)
-        self._exact, self.nowhere = full(max_num_tokens), full(max_num_tokens)
+        self._exact, self._nowhere = full(max_num_tokens), full(max_num_tokens)
         self._table = full(max_num_seqs, max_pages, dtype=torch.int32, fill=0)
         self._counts = full(4, max_num_seqs, dtype=torch.int32, fill=0)
         self._range = torch.arange(max(max_num_tokens, max_num_seqs), device=device)
@@ -139,7 +146,6 @@ class Window:
         seq_lens: torch.Tensor,
         counts: Numbers | Sequence[int],
         pasts: dict[int, int],
-        num_tokens: int,
     ) -> WindowStep:
         """Find or take the slots of a step's sequences, before its rows are written.
 
@@ -148,7 +154,6 @@ class Window:
             seq_lens: [num_seqs], int32, with the new tokens.
             counts: new tokens of each sequence.
             pasts: of sequences that read a prompt, the tokens before, 0 or more.
-            num_tokens: of the step, with padding.
         """
         split, size, slots = self.split, self.split.page_size, self.num_slots
         new_lens = np.asarray(counts)
@@ -158,20 +163,26 @@ class Window:
         places = self._range[:batch]
         past = lens - new
         first = table[:, 0]
+        self._now += 1
+        position = lens[owner] - 1 - back
+        pages = table[owner, position // size]
+        self._written[pages] = self._now
         # a page of a prompt's past has it whole, so the ticket is of the last one's writer
         last = table.gather(1, (past - 1).clamp(min=0)[:, None] // size)[:, 0]
         ticket = self._ticket_of_page[last.clamp(min=0)]
         slot = known = ticket.clamp(min=0) % slots
         end = self._end[slot]
         lag = end - past
-        is_known = (past > 0) & (ticket >= 0) & (self._ticket[slot] == ticket) & (lag >= 0)
+        # an engine may share pages that another sequence fills in this step: what was noted of them
+        # is of their tokens before
+        is_old = (past % size > 0) | (self._written[last.clamp(min=0)] < self._now)
+        is_known = (past > 0) & (ticket >= 0) & (self._ticket[slot] == ticket) & (lag >= 0) & is_old
         goes_on = is_known & (new > 0) & (lag <= split.rollback_len)
         # of several with one ticket the one that is nearest to the slot's end keeps the slot
         rank = torch.where(goes_on, lag * batch + places, 1 << 40)
         best = torch.full_like(self._used, 1 << 40).scatter_reduce_(0, slot, rank, "amin")
         goes_on &= best[slot] == rank
 
-        self._now += 1
         used = self._used.scatter(0, torch.where(goes_on, slot, slots), self._now)[:slots]
         oldest, wanted = used.argsort(), asks & ~goes_on & (new > 0)
         turn = wanted.cumsum(0) - 1
@@ -182,8 +193,9 @@ class Window:
 
         holder = self._slot_of_first[first.clamp(min=0)]
         holds = (holder >= 0) & (self._first[holder] == first) & (self._end[holder] >= size)
+        holds &= self._written[first.clamp(min=0)] < self._now
         sources = torch.where(holds, holder, NONE), torch.where(is_known, known, NONE), end
-        found = self._refill(table, pasts, slot, has, takes, *sources)
+        found = self._refill(table, lens, pasts, slot, has, takes, *sources)
 
         at = torch.where(has, slot, slots)
         for state, values in (
@@ -195,17 +207,15 @@ class Window:
             state[at] = values
         # written now, or copied
         is_holder = (new > 0) & ((past == 0) | (takes & holds))
-        holder = torch.where(is_holder, torch.where(has, slot, NONE), holder)
-        self._slot_of_first[first.clamp(min=0)] = holder
+        at = torch.where(is_holder & (first >= 0), first, len(self._slot_of_first) - 1)
+        self._slot_of_first[at] = torch.where(has, slot, NONE)
 
         owned, of_slot = has[owner], slot[owner]
-        position = lens[owner] - 1 - back
         is_kept = owned & ((position < size) | (back < split.ring_len))
         self._exact[:tokens] = torch.where(
             is_kept, of_slot * split.exact_len + self._row(position), NONE
         )
-        self._exact[tokens:num_tokens] = NONE
-        pages = table[owner, position // size]
+        self._exact[tokens:] = NONE
         self._ticket_of_page[pages] = torch.where(owned, ticket[owner], NONE)
 
         packed = torch.where(has, (lens - size - split.recent_len).clamp(min=0), lens)
@@ -222,10 +232,13 @@ class Window:
             exact_lens,
             starts,
             seq_slots,
-            self._exact[:num_tokens],
             *found,
         )
         return self.step
+
+    def exact_slots(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """16-bit slots of the step's tokens, padding among them, and as many of none."""
+        return self._exact[:tokens], self._nowhere[:tokens]
 
     def _row(self, position: torch.Tensor) -> torch.Tensor:
         """The row of a token in its slot."""
@@ -251,6 +264,7 @@ class Window:
     def _refill(
         self,
         table: torch.Tensor,
+        lens: torch.Tensor,
         pasts: dict[int, int],
         slot: torch.Tensor,
         has: torch.Tensor,
@@ -258,11 +272,12 @@ class Window:
         holder: torch.Tensor,
         known: torch.Tensor,
         end: torch.Tensor,
-    ) -> tuple[Refill | None, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[Refill | None, dict[int, Seen]]:
         """What prompts with a past need: see WindowStep.
 
         Args:
             table: [num_seqs, max_pages], int64.
+            lens: with the new tokens.
             pasts: as of begin.
             slot, has, takes: of each sequence, whether it has one, and whether it has just come.
             holder: a slot with the sequence's first page, or negative.
@@ -270,7 +285,8 @@ class Window:
             end: tokens of that slot.
         """
         split, size, exact_len = self.split, self.split.page_size, self.split.exact_len
-        seen, parts = {}, []
+        seen: dict[int, Seen] = {}
+        parts, before = [], 0
         for place, past in pasts.items():
             if not past:
                 continue
@@ -282,16 +298,18 @@ class Window:
             )
             position = on_cpu.to(self.device, non_blocking=True)
             row = self._row(position)
-            exact = slot[place] * exact_len + row
-            in_slot = torch.where(has[place], exact, NONE)
+            own = slot[place] * exact_len + row
             in_ring = position >= (end[place] - split.ring_len).clamp(min=size)
-            source = torch.where(
+            other = torch.where(
                 in_ring, known[place], torch.where(position < size, holder[place], NONE)
             )
-            kept = torch.where(source >= 0, source * exact_len + row, NONE)
+            kept = torch.where(other >= 0, other * exact_len + row, NONE)
+            source = torch.where(takes[place], kept, torch.where(has[place], own, NONE))
+            stays = (position < size) | (position >= lens[place] - split.ring_len)
             packed = table[place, position // size] * size + position % size
-            parts.append((packed, kept, torch.where(takes[place], exact, NONE)))
-            seen[place] = in_slot, on_cpu
+            parts.append((packed, source, torch.where(takes[place] & stays, own, NONE)))
+            seen[place] = Seen(slice(before, before + len(on_cpu)), on_cpu, has[place])
+            before += len(on_cpu)
         refill = Refill(*map(torch.cat, zip(*parts, strict=True))) if parts else None
         return refill, seen
 
@@ -304,8 +322,7 @@ class WindowRows:
         window: its slots.
         k_rows, v_rows: [num_slots, num_kv_heads, exact_len, row bytes], uint8.
         k_format, v_format: their formats, "bf16" or "fp16".
-        seen: K and V rows of the past tokens of a step's prompts, [tokens, num_kv_heads, row bytes]
-            each, by row of the block table: the step's own tokens may take their places.
+        seen: K and V of the tokens of the step's refill, in 16 bit, as they are stored.
     """
 
     window: Window
@@ -313,7 +330,7 @@ class WindowRows:
     v_rows: torch.Tensor
     k_format: RowFormat
     v_format: RowFormat
-    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    seen: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -327,66 +344,54 @@ class WindowRows:
 
         room: for K and V, each [num_slots, num_kv_heads, bytes or more], uint8; None for new ones.
         """
-        name = "fp16" if dtype == torch.float16 else "bf16"
-        formats = [RowFormat.parse(name, fmt.head_dim) for fmt in layout[:2]]
+        formats = [RowFormat.parse(exact_codec(dtype), fmt.head_dim) for fmt in layout[:2]]
         tokens, shape = window.split.exact_len, (window.num_slots, layout.num_kv_heads)
         rows = []
         for fmt, given in zip(formats, room or (None, None), strict=True):
             size = tokens * fmt.row_bytes
-            if given is None:
+            if given is None or given.shape[-1] < size:
                 given = torch.zeros(*shape, size, dtype=torch.uint8, device=window.device)
             rows.append(given[..., :size].unflatten(-1, (tokens, fmt.row_bytes)))
         return cls(window, *rows, *formats)
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float16 if self.k_format.codec == "fp16" else torch.bfloat16
+        return EXACT_DTYPES[self.k_format.codec]
 
-    def prepare(
+    def read(self) -> None:
+        """Read what slots have of prompts, before rows of the step take their places."""
+        refill = None if self.window.step is None else self.window.step.refill
+        self.seen = []
+        if refill is not None:
+            for rows, fmt in ((self.k_rows, self.k_format), (self.v_rows, self.v_format)):
+                self.seen.append(dequantize_pages(rows, fmt, refill.source, self.dtype))
+
+    def refill(
         self, k_pages: torch.Tensor, v_pages: torch.Tensor, formats: tuple[RowFormat, RowFormat]
     ) -> None:
-        """Refill the slots of prompts, and keep what their attention reads, before new rows."""
-        step = self.window.step
-        self.seen = {}
-        if step is None or step.refill is None:
+        """Give slots the tokens of prompts that they lack, after the step's rows are written: a
+        page may be another sequence's of the step."""
+        if self.window.step is None or self.window.step.refill is None:
             return
-        packed, kept, target = step.refill
-        sides = zip(
-            (k_pages, v_pages),
-            formats,
-            (self.k_rows, self.v_rows),
-            (self.k_format, self.v_format),
-            strict=True,
-        )
-        values = []
-        for pages, fmt, rows, exact_format in sides:
+        packed, source, target = self.window.step.refill
+        for side, (pages, fmt) in enumerate(zip((k_pages, v_pages), formats, strict=True)):
             decoded = dequantize_pages(pages, fmt, packed, self.dtype)
-            exact = dequantize_pages(rows, exact_format, kept, self.dtype)
-            values.append(torch.where((kept >= 0)[:, None, None], exact, decoded))
+            self.seen[side] = torch.where((source >= 0)[:, None, None], self.seen[side], decoded)
         nowhere = torch.full_like(target, NONE)
         slots = Slots(nowhere, target, nowhere)
-        k, v = values
+        k, v = self.seen
         append_rows(k, v, k_pages, v_pages, slots, *formats, **self.options)
-        for place, (seen, _) in step.seen.items():
-            at = seen.clamp(min=0)
-            self.seen[place] = take(self.k_rows, at), take(self.v_rows, at)
 
     def slots(self, packed: torch.Tensor) -> Slots:
         """Where new tokens go, beside their packed slots."""
-        step = self.window.step
-        exact = self.window.nowhere if step is None else step.exact
-        return Slots(packed, exact[: len(packed)], self.window.nowhere[: len(packed)])
+        exact, nowhere = self.window.exact_slots(len(packed))
+        return Slots(packed, exact, nowhere)
 
     @property
     def options(self) -> dict[str, Any]:
         """Of append_rows."""
         name = self.k_format.codec
         return {"exact_k": self.k_rows, "exact_v": self.v_rows, "exact_format": name}
-
-    def where(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The 16-bit slots of a prompt's past tokens, and their positions; see WindowStep.seen."""
-        assert self.window.step is not None
-        return self.window.step.seen[place]
 
     def segments(self, packed: Segment, sequences: slice) -> list[Segment]:
         """The segments of sequences, in 16 bit where they have it; packed: of all their tokens."""

@@ -128,8 +128,8 @@ class RowsAttention(AttentionBackend):
             self._steps = self._describe(tables, lens, [1] * size, batch.seq_lens_cpu + 1)
             return
         for window, table in zip(self._windows, tables, strict=True):
-            if window is not None:
-                window.begin(table, lens, [1] * size, {}, size)
+            if window is not None and size:
+                window.begin(table, lens, [1] * size, {})
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Find the slots of new tokens. In a graph this runs in each replay."""

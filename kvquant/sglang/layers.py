@@ -75,8 +75,6 @@ def windows_of(
     for layer in rows:
         layers[int(has_windows(pool) and pool.layers_mapping[layer][1])].append(layer)
     lens = [asked.window_len(part.layout, _without_window(runner)) for part in parts]
-    if device.type == "cuda" and asked.recent_len is None:
-        lens = [0 for _ in parts]  # it has not run on a GPU yet: who asks for it gets it
     size = sum(
         len(ids) * (part.page_size + count) * 2 * _elements(part.layout) * bool(count)
         for ids, part, count in zip(layers, parts, lens, strict=True)
@@ -85,9 +83,15 @@ def windows_of(
         return [None for _ in parts]
     num_seqs = runner.req_to_token_pool.size
     slots = slots_for(num_seqs, size, device)
-    most = max(schedule.chunked_prefill_size or 0, schedule.max_prefill_tokens) + num_seqs
+    most = max(schedule.chunked_prefill_size or 0, schedule.max_prefill_tokens)
+    if (schedule.chunked_prefill_size or 0) <= 0:  # then any prompt is read in one step
+        most = max(most, runner.model_config.context_len)
+    most = 5 * most // 4 + num_seqs  # chunks may grow by a quarter
     windows: list[Window | None] = []
     for ids, part, count in zip(layers, parts, lens, strict=True):
+        if not (ids and count):
+            windows.append(None)
+            continue
         page = part.page_size
         width = -(-runner.req_to_token_pool.req_to_token.shape[1] // page)
         pages = pages_of(pool, ids[0])[0].shape[0]
@@ -111,6 +115,8 @@ def _without_window(runner: Any) -> str | None:
         return "pages of --page-size 1 and 2 hold less than 4 first tokens (give 16)"
     if given.enable_hierarchical_cache or given.disaggregation_mode != "null":
         return "SGLang's host cache and disaggregation write pages without 16-bit rows"
+    if given.enable_two_batch_overlap:
+        return "--enable-two-batch-overlap runs two steps at a time"
     return None
 
 

@@ -196,6 +196,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     """Describes steps to the layers of a group; made once, when the model is loaded."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    _window: Window | None = None
+    _has_pages = False
 
     def __init__(
         self,
@@ -222,8 +224,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         for name in layer_names:
             layers[name].impl.rows = found[name]
         self._layers = [layers[name] for name in layer_names]
-        self._window: Window | None = None
-        self._has_pages = False
         # vLLM makes a builder for a draft model alone, beside one for all layers
         self.is_draft = all(layers[name].impl.is_draft for name in layer_names)
         # a draft model reads verified tokens, and the one that came after them
@@ -236,7 +236,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         calls = calls_of(StepCalls, self.vllm_config, *given)
         # where a layer has local chunks, each is a sequence of its own
         longest = getattr(layer, "attention_chunk_size", calls.max_model_len)
-        recent_len = layer.impl.recent_len if layer.impl.reserve(self.device) else 0
+        recent_len = layer.impl.recent_len if self._reserve(layer) else 0
         sizes = {"page_size": self.kv_cache_spec.block_size, "max_model_len": longest}
         return replace(calls, **sizes, recent_len=recent_len)
 
@@ -251,18 +251,17 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             lens = self._draft_lens(common_attn_metadata)
         if lens is None:
             lens = common_attn_metadata.seq_lens.cpu()
-        if not self._has_pages:
-            self._has_pages, self._window = (
-                True,
-                self._begin_window(common_attn_metadata.block_table_tensor.shape[1]),
-            )
         return self._describe(common_attn_metadata, lens)
+
+    def _reserve(self, layer: Attention) -> bool:
+        """Whether a layer has 16-bit rows; those with local chunks have none."""
+        found: bool = not hasattr(layer, "attention_chunk_size") and layer.impl.reserve(self.device)
+        return found
 
     def _begin_window(self, max_pages: int) -> Window | None:
         """Give the layers, which have pages now, their 16-bit rows."""
         impls = [layer.impl for layer in self._layers]
-        chunked = any(hasattr(layer, "attention_chunk_size") for layer in self._layers)
-        if chunked or not all(impl.reserve(self.device) for impl in impls):
+        if not all(self._reserve(layer) for layer in self._layers):
             return None
         scheduler, size = self.vllm_config.scheduler_config, self.kv_cache_spec.block_size
         window = Window(
@@ -298,6 +297,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             raise UnsupportedError(
                 "attention is not causal, which rows do not serve: leave kvquant out"
             )
+        if not self._has_pages:  # a graph may be captured before any step
+            self._window = self._begin_window(common.block_table_tensor.shape[1])
+            self._has_pages = True
         return describe_step(
             NewTokens(
                 common.block_table_tensor,
@@ -403,6 +405,8 @@ def _without_window(config: VllmConfig) -> str | None:
     """Why an engine's first pages and last tokens cannot be in 16 bit."""
     if config.kv_transfer_config is not None:
         return "a connector (--kv-transfer-config) writes pages without 16-bit rows"
+    if config.parallel_config.use_ubatching:
+        return "--enable-dbo runs two steps at a time"
     return None
 
 
@@ -537,8 +541,6 @@ class KVQuantImpl(AttentionImpl[Step]):
         if self.is_draft:
             return 0
         settings = backend_of(KVQuantBackend, OURS[0], request_of(self.config)).settings
-        if device.type == "cuda" and settings.recent_len is None:
-            return 0  # it has not run on a GPU yet: who asks for it gets it
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
         found: int = settings.window_len(layout, _without_window(self.config))
         return found
@@ -601,7 +603,8 @@ class KVQuantImpl(AttentionImpl[Step]):
             # vLLM measures what is needed beside the pages: the longest past, dequantized
             past = [x.new_empty(self.longest, *x.shape[1:]) for x in (key, value)]
             del past
-            self.reserve(query.device)
+            if not hasattr(layer, "attention_chunk_size"):
+                self.reserve(query.device)
             return output.zero_()
         attend(self.rows, attn_metadata, query, key, value, kv_cache, output)
         return output

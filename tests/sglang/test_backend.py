@@ -149,6 +149,7 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
             trust_remote_code=False,
             enable_hierarchical_cache=False,
             disaggregation_mode="null",
+            enable_two_batch_overlap=False,
         ),
         dtype=torch.float32,
         device="cpu",
@@ -299,6 +300,7 @@ def test_first_pages_and_last_tokens_are_in_16_bit(
         ({"page_size": 2}, "hold less than 4 first tokens"),
         ({"enable_hierarchical_cache": True}, "write pages without 16-bit rows"),
         ({"disaggregation_mode": "decode"}, "write pages without 16-bit rows"),
+        ({"enable_two_batch_overlap": True}, "runs two steps at a time"),
     ],
 )
 def test_where_first_pages_cannot_be_in_16_bit(
