@@ -251,7 +251,7 @@ def calibrate(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
         )
     goal = goal or Goal(format=LATENT_FORMAT if layers.are_latent else BASE_FORMAT)
-    _check_goal(model, goal, layers, not zero_data or held is not None)
+    _check_goal(model, goal, layers, not zero_data or tokens is not None or held is not None)
     if sizes is None:
         longest = Sizes.context + Sizes.scored + 1
         beyond = max(longest - (model.max_positions or longest), 0)

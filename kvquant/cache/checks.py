@@ -67,6 +67,8 @@ def lens_to_keep(seq_lens: int | Counts, present: torch.Tensor) -> torch.Tensor:
         wanted = present.clamp(max=min(max(int(seq_lens), -1), MAX_LENGTH))
     else:
         wanted = whole_numbers("seq_lens", seq_lens)
+        if not wanted.ndim:
+            wanted = wanted.expand(len(present))
     if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
         raise ShapeError(
             f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedModelError
 from .argument import as_argument
@@ -109,6 +110,11 @@ class HybridModel(CachedModel):
     ) -> torch.Tensor:
         """As CachedModel; sequences of unlike lengths raise ShapeError. You can crop to this
         prompt's end."""
+        if (
+            lens is not None
+            and len(alike := {*whole_numbers("lens", lens).flatten().tolist()}) == 1
+        ):
+            tokens = tokens[:, : max(*alike, 0)]  # states would read the padding
         if chunk is None and self.config.model_type in _FORGETFUL:
             chunk = tokens.shape[1]
         logits = super().prefill(cache, tokens, lens, append=append, chunk=chunk, progress=progress)

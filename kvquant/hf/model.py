@@ -665,7 +665,7 @@ class CachedModel:
         return list(cache.folded)
 
     def past_of(self, cache: KVCache, new_lens: torch.Tensor | None = None) -> QuantizedCache:
-        """A cache as the model takes it for one call; new_lens as in QuantizedCache.tell."""
+        """A cache as the model takes it for one call; new_lens as Told.lens."""
         size, dequantize = cache.max_seq_len, self.dequantizes
         past = QuantizedCache(
             cache, placed=True, drafts=False, max_seq_len=size, dequantize=dequantize

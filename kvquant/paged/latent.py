@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,6 @@ from ..rows.basis import LayerBasis
 from ..rows.kind import LATENT
 from ..rows.latent import LatentFormat
 from .cache import MAX_SEQ_LEN, SEQ_SLOTS, PagedKVCache
-
-if TYPE_CHECKING:
-    pass
 
 
 class LatentPagedKVCache(PagedKVCache):

@@ -351,6 +351,7 @@ def test_a_budget_of_few_bits_takes_the_packaged_text(
     """It is chosen by what it costs on a text: that text is there, or given."""
     monkeypatch.setattr(CachedModel, "observe", lambda *_: 1 / 0)
     texts: list[dict[str, Any]] = [{}, {"zero_data": True, "held": [1] * 900}]
+    texts += [{"zero_data": True, "tokens": [1] * 2800}]
     for given in texts:
         with pytest.raises(ZeroDivisionError):
             calibrate(model, goal=Goal(budget=3.0), sizes=SIZES, **given)

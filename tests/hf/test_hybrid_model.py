@@ -123,6 +123,10 @@ def test_sequences_have_one_length() -> None:
     model = model_of("lfm2")
     with pytest.raises(ShapeError, match="reads sequences of one length"):
         model.prefill(cache_of(model), text()[:, :PROMPT], [PROMPT, PROMPT - 1])
+    caches = cache_of(model), cache_of(model)
+    padded = model.prefill(caches[0], text()[:, : PROMPT + 2], [PROMPT, PROMPT])
+    torch.testing.assert_close(padded, model.prefill(caches[1], text()[:, :PROMPT]))
+    assert torch.equal(model.step(caches[0], text()[:, -1]), model.step(caches[1], text()[:, -1]))
 
 
 def test_jamba_is_read_in_one_call() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from vllm_engines import (
 from vllm_texts import Text
 
 from kvquant import ConfigError
+from kvquant.engine.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 
@@ -57,16 +58,21 @@ def _moved(found: Sequence[Text], wanted: Sequence[Text]) -> float:
     return sum(moves) / len(moves)
 
 
-def test_a_connector_writes_no_16_bit_rows(tmp_path: Path) -> None:
-    from vllm.config import KVTransferConfig
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_transfer_config": object()}, "a connector"),
+        ({"parallel_config": SimpleNamespace(use_ubatching=True)}, "--enable-dbo"),
+    ],
+)
+def test_where_tokens_cannot_be_in_16_bit(changes: dict[str, Any], words: str) -> None:
+    from kvquant.vllm.backend import _without_window
 
-    storage = KVTransferConfig(
-        kv_connector="ExampleConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
-    )
-    with (
-        pytest.raises(ConfigError, match=r"recent_len.* a connector .*leave it out"),
-        engine({**INT4, "recent_len": 64}, kv_transfer_config=storage) as llm,
-    ):
-        generate(llm, [[1, 2, 3]], 1)
+    given = {"kv_transfer_config": None, "parallel_config": SimpleNamespace(use_ubatching=False)}
+    plain: Any = SimpleNamespace(**given)
+    assert _without_window(plain) is None
+    refused = _without_window(SimpleNamespace(**given | changes))
+    layout = Settings(None, None).layout(2, 64, 64)
+    with pytest.raises(ConfigError, match=rf'"recent_len" is 64, and .*{words}.*: leave it out'):
+        Settings.parse({"recent_len": 64}).window_len(layout, refused)
+    assert Settings.parse({}).window_len(layout, refused) == 0

@@ -85,7 +85,10 @@ class DecoderHook:
         decoder = self._decoder()
         if decoder is None:
             return None
-        return DecoderHook(decoder, names_positions=self.names_positions)
+        hook = DecoderHook(decoder, names_positions=self.names_positions)
+        if not (self.stop and self.stop.alive):  # attention has shown what this one looks for
+            hook.stop()
+        return hook
 
 
 def _see(
