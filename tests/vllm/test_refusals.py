@@ -104,6 +104,7 @@ def test_attention_that_is_not_causal() -> None:
         seq_lens_cpu_upper_bound=None,
         block_table_tensor=torch.zeros(1, 1, dtype=torch.int32),
         num_actual_tokens=1,
+        is_prefilling=None,
         causal=True,
     )
     assert builder.build(0, step).decodes == 1

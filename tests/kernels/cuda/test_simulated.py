@@ -172,7 +172,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "wide": of("page_size=2 heads=[20,1] columns=8 sharers=3 warps=3 lens=[33,70]"),
     "balanced": of("page_size=1 lens=[300,0,1,40,33] workers=5 heads=[4,2]"),
     "splits, 2 warps": of("page_size=8 lens=[0,1,65,150] warps=2 splits=[2] stages=3"),
-    "without unrolled loads": {"page_size": 1, "lens": [70], "without": "unrolled loads"},
     "a window": {"page_size": 1, "lens": [33, 0, 170, 1, 100], "variant": {"window": 20}},
     "a window of int4": of("k=int4 page_size=4 lens=[50,7]") | {"variant": {"window": 9}},
     "queries, sinks and recent rows": of(
@@ -200,8 +199,6 @@ CASES |= {
         "heads=[17,1] columns=16 sharers=2 warps=4 exact=bf16 lens=[0,300,20] splits=[1,1,1] "
         "workers=4"
     ),
-    "wide, without V prefetch": of("heads=[32,1] columns=16 sharers=2 warps=2 lens=[100]")
-    | {"without": "V prefetch"},
 }
 # several queries a sequence (queries.py): a column is a query head of a query
 QUERIES: dict[str, dict[str, Any]] = {
@@ -238,7 +235,6 @@ QUERIES: dict[str, dict[str, Any]] = {
     "sums promoted": {"q_len": 2, "heads": [4, 1], "lens": [520, 514]},
     "no lse": {"q_len": 2, "heads": [4, 1], "want_lse": False, "lens": [0, 1, 33], "splits": [2]},
     "zeros": {"q_len": 3, "heads": [2, 1], "q_scale": 0.0, "lens": [1, 33]},
-    "without V prefetch": {"q_len": 2, "lens": [34], "columns": 16, "without": "V prefetch"},
 }
 CASES |= {f"queries, {name}": case for name, case in QUERIES.items()}
 # ragged queries (ragged.py): q is [total, ...], and a piece stands for a sequence
