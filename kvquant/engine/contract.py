@@ -150,10 +150,10 @@ class LayerRows(NamedTuple):
     window: WindowRows | None = None
 
     def to(self, device: torch.device | str) -> LayerRows:
-        """A copy on another device, without the engine's kernel."""
+        """A copy on another device, without the engine's kernel and tokens in 16 bit."""
         basis = self.basis and self.basis.to(device)
         variant = None if self.variant is None else moved(self.variant, device)
-        return self._replace(basis=basis, variant=variant, causal=None)
+        return self._replace(basis=basis, variant=variant, causal=None, window=None)
 
 
 class NewTokens(NamedTuple):

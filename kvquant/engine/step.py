@@ -125,18 +125,25 @@ def describe_step(new: NewTokens, window: Window | None = None) -> Step:
     """
     new.check()
     step = _split(new)
-    if window is not None and len(new.lens):
-        starts, lens = new.starts.numpy(), new.lens.numpy()
-        counts = starts[1:] - starts[:-1]
-        pasts = {chunk.sequence: chunk.past for chunk in step.chunks}
-        decodes = slice(step.decodes)
-        asking = (lens == counts)[decodes]
-        if new.prefilling is not None:  # engines leave the padding of a graph out
-            prefilling = new.prefilling.numpy()[decodes]
-            asking[: len(prefilling)] |= prefilling
-        pasts |= {int(i): int(lens[i] - counts[i]) for i in asking.nonzero()[0] if counts[i]}
-        window.begin(new.block_table, new.seq_lens, counts, pasts)
+    if window is not None:
+        begin_window(window, new, step)
     return step
+
+
+def begin_window(window: Window, new: NewTokens, step: Step) -> None:
+    """Begin a step in the window of layers that have new.block_table; step: as of describe_step."""
+    if not len(new.lens):
+        return
+    starts, lens = new.starts.numpy(), new.lens.numpy()
+    counts = starts[1:] - starts[:-1]
+    pasts = {chunk.sequence: chunk.past for chunk in step.chunks}
+    decodes = slice(step.decodes)
+    asking = (lens == counts)[decodes]
+    if new.prefilling is not None:  # engines leave the padding of a graph out
+        prefilling = new.prefilling.numpy()[decodes]
+        asking[: len(prefilling)] |= prefilling
+    pasts |= {int(i): int(lens[i] - counts[i]) for i in asking.nonzero()[0] if counts[i]}
+    window.begin(new.block_table, new.seq_lens, counts, pasts)
 
 
 def _split(new: NewTokens) -> Step:

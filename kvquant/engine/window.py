@@ -9,11 +9,11 @@ there, and a sequence without a slot here attends to packed rows alone.
 
 Engines name no requests when they describe a step, so the page of a sequence's last token names its
 slot. A slot has a ticket, which its sequence leaves in each page that it writes. A sequence whose
-last page has the ticket of a slot goes on in that slot; a ticket becomes invalid when another
-sequence takes the slot. Full pages that sequences share hold the same tokens, and so do their slots
-up to the end of such a page: then one sequence keeps the slot, and the others take new ones. A
-prompt takes the slot that was used longest ago. Its 16-bit rows before the prompt's new tokens are
-copied from the slot that still has the first page, or decoded from packed rows.
+last page has the ticket of a slot goes on in that slot. A ticket becomes invalid when another
+sequence takes the slot. Sequences that share full pages have the same tokens up to the end of these
+pages: one of them keeps the slot, and the others take new ones. A prompt takes the slot that was
+used longest ago. The slot gets the 16-bit rows of older tokens from other slots that hold the same
+tokens, or else from packed rows, once the step's rows are written.
 
 All of this is computed on the device, without a wait, from tensors that stay where they are, for
 CUDA graphs.
@@ -213,7 +213,7 @@ class Window:
         owned, of_slot = has[owner], slot[owner]
         is_kept = owned & ((position < size) | (back < split.ring_len))
         self._exact[:tokens] = torch.where(
-            is_kept, of_slot * split.exact_len + self._row(position), NONE
+            is_kept, of_slot * split.exact_len + split.exact_row(position - size), NONE
         )
         self._exact[tokens:] = NONE
         self._ticket_of_page[pages] = torch.where(owned, ticket[owner], NONE)
@@ -239,13 +239,6 @@ class Window:
     def exact_slots(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """16-bit slots of the step's tokens, padding among them, and as many of none."""
         return self._exact[:tokens], self._nowhere[:tokens]
-
-    def _row(self, position: torch.Tensor) -> torch.Tensor:
-        """The row of a token in its slot."""
-        sinks = self.split.sink_len
-        return torch.where(
-            position < sinks, position, sinks + self.split.ring_row(position - sinks)
-        )
 
     def _of_tokens(
         self, counts: Numbers, pasts: dict[int, int]
@@ -297,7 +290,7 @@ class Window:
                 ]
             )
             position = on_cpu.to(self.device, non_blocking=True)
-            row = self._row(position)
+            row = split.exact_row(position - size)
             own = slot[place] * exact_len + row
             in_ring = position >= (end[place] - split.ring_len).clamp(min=size)
             other = torch.where(

@@ -110,10 +110,8 @@ class HybridModel(CachedModel):
     ) -> torch.Tensor:
         """As CachedModel; sequences of unlike lengths raise ShapeError. You can crop to this
         prompt's end."""
-        if (
-            lens is not None
-            and len(alike := {*whole_numbers("lens", lens).flatten().tolist()}) == 1
-        ):
+        alike = set() if lens is None else {*whole_numbers("lens", lens).flatten().tolist()}
+        if len(alike) == 1:
             tokens = tokens[:, : max(*alike, 0)]  # states would read the padding
         if chunk is None and self.config.model_type in _FORGETFUL:
             chunk = tokens.shape[1]

@@ -85,7 +85,7 @@ def reference_slots(call: SlotsCall) -> Slots:
         if seq_slots is None
         else seq_slots.long()
     )
-    row = torch.where(index < 0, index, split.ring_row(index)) + sink_len
+    row = split.exact_row(index)
     exact = torch.where(is_exact, seq_slot[:, None] * split.exact_len + row, -1)
     leaver = first + split.ring_row(index - first)  # that may stand in the same row
     leaves = is_exact & (index >= 0) & (leaver < old_lens - sink_len)
@@ -148,6 +148,10 @@ class Split(NamedTuple):
     def ring_row(self, index: Index) -> Index:
         """The ring row of the token with this index after the sinks."""
         return index % max(self.ring_len, 1)
+
+    def exact_row(self, index: torch.Tensor) -> torch.Tensor:
+        """The slot's row of the token with this index after the sinks; a sink's index is < 0."""
+        return torch.where(index < 0, index, self.ring_row(index)) + self.sink_len
 
     def page_row(self, index: Index) -> Index:
         """The row in its page; without pages, the row in the packed ring."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +14,7 @@ from sglang.srt.runtime_context import get_exec
 
 from ..engine.contract import NewTokens
 from ..engine.hooks import hook
-from ..engine.step import Step, append, attend, describe_step
+from ..engine.step import Step, append, attend, begin_window, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError, refuse
 from .environment import settings
@@ -73,10 +74,13 @@ class RowsAttention(AttentionBackend):
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
         prompts = torch.full((len(counts),), is_prompt, dtype=torch.bool, device="cpu")
         rest = lens, starts, host.to(torch.int32), int(starts[-1]), 1, prompts
-        return [
-            describe_step(NewTokens(table, *rest), window)
-            for table, window in zip(tables, self._windows, strict=True)
-        ]
+        new = NewTokens(tables[0], *rest)
+        steps = [describe_step(new, self._windows[0])]
+        for table, window in zip(tables[1:], self._windows[1:], strict=True):
+            steps.append(replace(steps[0], block_table=table, kept={}))
+            if window is not None:
+                begin_window(window, new._replace(block_table=table), steps[-1])
+        return steps
 
     def _tables(self, batch: Any) -> list[torch.Tensor]:
         """For each part of the pool: the pages of each sequence, as many as the longest has."""

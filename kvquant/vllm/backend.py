@@ -196,7 +196,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     """Describes steps to the layers of a group; made once, when the model is loaded."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    _layers: Sequence[Attention] = ()
     _window: Window | None = None
     _has_pages = False
 
@@ -262,7 +261,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     def _begin_window(self, max_pages: int) -> Window | None:
         """Give the layers, which have pages now, their 16-bit rows."""
         impls = [layer.impl for layer in self._layers]
-        if not (impls and all(self._reserve(layer) for layer in self._layers)):
+        if not all(self._reserve(layer) for layer in self._layers):
             return None
         scheduler, size = self.vllm_config.scheduler_config, self.kv_cache_spec.block_size
         window = Window(

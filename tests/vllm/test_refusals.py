@@ -96,7 +96,7 @@ def test_attention_that_is_not_causal() -> None:
     from kvquant.vllm.backend import StepBuilder
 
     builder = object.__new__(StepBuilder)
-    builder.is_draft, builder.most_queries = False, 1
+    builder.is_draft, builder.most_queries, builder._has_pages = False, 1, True
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
     step: Any = SimpleNamespace(
         query_start_loc_cpu=starts,
