@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ..cache.checks import check_no_feedback
 from ..errors import (
     CheckpointError,
@@ -219,7 +221,7 @@ def with_kept_plan(given: Any, source: str) -> Any:
     """
     if not isinstance(given, dict) or given.get("plan") != AUTO:
         return given
-    if formats := given.keys() - {"plan", "prompts"}:
+    if formats := given.keys() - {"plan", "prompts", "recent_len"}:
         raise ConfigError(f"{', '.join(sorted(formats))} with plan 'auto': a plan says the formats")
     return {**given, "plan": _kept_plan(source)}
 
@@ -248,7 +250,8 @@ def _kept_plan(source: str) -> str:
 
 def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
     """Make and keep a model's plan, in a process that frees its memory when it ends."""
-    command = [sys.executable, "-m", "kvquant", "calibrate", source]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = [sys.executable, "-m", "kvquant", "calibrate", source, "--device", device]
     log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
     alone = {name: value for name, value in os.environ.items() if name not in ranks}

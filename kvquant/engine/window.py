@@ -33,6 +33,7 @@ import torch
 
 from ..ops.append import append_rows
 from ..ops.rows_at import dequantize_pages
+from ..ops.slots import advance_window
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from ..rows.segment import Numbers, Segment
@@ -129,8 +130,8 @@ class Window:
 
         self.split, self.num_slots, self.device = split, num_slots, torch.device(device)
         self.step: WindowStep | None = None
-        self._now = 0
-        # the last entries are written for sequences without a slot or a first page, and not read
+        # The last entry of tensors with one entry more takes what is written for sequences without
+        # a slot or a first page. begin ignores its value.
         self._ticket_of_page, self._slot_of_first = full(num_pages), full(num_pages + 1)
         self._written = full(num_pages)  # the last step that wrote to a page
         self._ticket, self._first = full(num_slots + 1, fill=-2), full(num_slots + 1)
@@ -139,6 +140,15 @@ class Window:
         self._table = full(max_num_seqs, max_pages, dtype=torch.int32, fill=0)
         self._counts = full(4, max_num_seqs, dtype=torch.int32, fill=0)
         self._range = torch.arange(max(max_num_tokens, max_num_seqs), device=device)
+        self._now = full(1, fill=0)  # steps so far
+        self._sizes = {name: size for name, size in split._asdict().items() if name != "sink_len"}
+        self._sizes |= {"num_slots": num_slots, "ring_len": split.ring_len}
+        scratch = full(2, max_num_seqs), full(num_slots, dtype=torch.int32)
+        # in the order of the kernel's arguments (kernels/cuda/slots/window_launch.py)
+        self._state = (
+            *(self._now, self._ticket_of_page, self._written, self._slot_of_first, self._ticket),
+            *(self._first, self._end, self._used, *scratch, self._exact, self._table, self._counts),
+        )
 
     def begin(
         self,
@@ -155,58 +165,98 @@ class Window:
             counts: new tokens of each sequence.
             pasts: of sequences that read a prompt, the tokens before, 0 or more.
         """
+        batch, width = len(counts), block_table.shape[1]
+        starts = np.zeros(batch + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        given = block_table[:batch], seq_lens, self._sent(torch.from_numpy(starts))
+        found: tuple[Refill | None, dict[int, Seen]] = None, {}
+        # one kernel in place of some 120, but for steps that read a prompt
+        if pasts or not advance_window(*given, self._state, self._sizes):
+            found = self._advance(*given, int(starts[-1]), pasts)
+        packed_lens, exact_lens, firsts, seq_slots = self._counts[:, :batch]
+        self.step = WindowStep(
+            self._table[:batch, :width], packed_lens, exact_lens, firsts, seq_slots, *found
+        )
+        return self.step
+
+    def _sent(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The numbers on the device. The host does not wait: from pinned memory it need not."""
+        if self.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        return numbers.to(self.device, non_blocking=True)
+
+    def _advance(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor,
+        tokens: int,
+        pasts: dict[int, int],
+    ) -> tuple[Refill | None, dict[int, Seen]]:
+        """Find the slots of sequences. starts: [batch + 1], int64, their first new tokens."""
         split, size, slots = self.split, self.split.page_size, self.num_slots
-        new_lens = np.asarray(counts)
-        batch, tokens = len(new_lens), int(new_lens.sum())
-        owner, back, new, asks = self._of_tokens(new_lens, pasts)
-        table, lens = block_table[:batch].long(), seq_lens[:batch].long()
-        places = self._range[:batch]
+        now = self._now.add_(1)
+        batch, width = len(starts) - 1, block_table.shape[1]
+        places, new, ends = self._range[:batch], starts.diff(), starts[1:]
+        table, lens = block_table.long(), seq_lens[:batch].long() * (new > 0)
+        token = self._range[:tokens]
+        owner = places.repeat_interleave(new, output_size=tokens)
+        back = ends[owner] - 1 - token
         past = lens - new
         first = table[:, 0]
-        self._now += 1
         position = lens[owner] - 1 - back
         pages = table[owner, position // size]
-        self._written[pages] = self._now
-        # a page of a prompt's past has it whole, so the ticket is of the last one's writer
+        self._written[pages] = now
+        # the page of the last past token has the ticket of the sequence that last wrote to it
         last = table.gather(1, (past - 1).clamp(min=0)[:, None] // size)[:, 0]
         ticket = self._ticket_of_page[last.clamp(min=0)]
         slot = known = ticket.clamp(min=0) % slots
         end = self._end[slot]
         lag = end - past
-        # an engine may share pages that another sequence fills in this step: what was noted of them
-        # is of their tokens before
-        is_old = (past % size > 0) | (self._written[last.clamp(min=0)] < self._now)
+        # Another sequence may fill a shared page in this step. What is noted of the page is of its
+        # tokens before this step.
+        is_old = (past % size > 0) | (self._written[last.clamp(min=0)] < now)
         is_known = (past > 0) & (ticket >= 0) & (self._ticket[slot] == ticket) & (lag >= 0) & is_old
         goes_on = is_known & (new > 0) & (lag <= split.rollback_len)
-        # of several with one ticket the one that is nearest to the slot's end keeps the slot
+        # of several sequences with one ticket the one whose past ends nearest to the slot's end
+        # keeps the slot
         rank = torch.where(goes_on, lag * batch + places, 1 << 40)
         best = torch.full_like(self._used, 1 << 40).scatter_reduce_(0, slot, rank, "amin")
         goes_on &= best[slot] == rank
 
-        used = self._used.scatter(0, torch.where(goes_on, slot, slots), self._now)[:slots]
-        oldest, wanted = used.argsort(), asks & ~goes_on & (new > 0)
-        turn = wanted.cumsum(0) - 1
-        takes = wanted & (turn < slots - goes_on.sum())
-        slot = torch.where(takes, oldest[turn.clamp(0, slots - 1)], slot)
-        has = goes_on | takes
-        ticket = torch.where(goes_on & (lag == 0), ticket, self._now * slots + slot)
-
         holder = self._slot_of_first[first.clamp(min=0)]
-        holds = (holder >= 0) & (self._first[holder] == first) & (self._end[holder] >= size)
-        holds &= self._written[first.clamp(min=0)] < self._now
-        sources = torch.where(holds, holder, NONE), torch.where(is_known, known, NONE), end
-        found = self._refill(table, lens, pasts, slot, has, takes, *sources)
+        has_first = (holder >= 0) & (self._first[holder] == first) & (self._end[holder] >= size)
+        has_first &= self._written[first.clamp(min=0)] < now
+        found: tuple[Refill | None, dict[int, Seen]] = None, {}
+        has, takes = goes_on, torch.zeros_like(goes_on)
+        if pasts:
+            used = self._used.scatter(0, torch.where(goes_on, slot, slots), now.expand(batch))
+            reads = torch.zeros(batch, dtype=torch.bool, device="cpu")
+            reads[list(pasts)] = True
+            wanted = self._sent(reads) & ~goes_on & (new > 0)
+            turn = wanted.cumsum(0) - 1
+            takes = wanted & (turn < slots - goes_on.sum())
+            oldest = used[:slots].argsort()
+            slot = torch.where(takes, oldest[turn.clamp(0, slots - 1)], slot)
+            has = goes_on | takes
+            sources = (
+                torch.where(has_first, holder, NONE),
+                torch.where(is_known, known, NONE),
+                end,
+            )
+            found = self._refill(table, lens, pasts, slot, has, takes, *sources)
+        ticket = torch.where(goes_on & (lag == 0), ticket, now * slots + slot)
 
         at = torch.where(has, slot, slots)
         for state, values in (
             (self._ticket, ticket),
             (self._first, first),
             (self._end, lens),
-            (self._used, torch.full_like(lens, self._now)),
+            (self._used, now.expand(batch)),
         ):
             state[at] = values
-        # written now, or copied
-        is_holder = (new > 0) & ((past == 0) | (takes & holds))
+        # the slot gets the first page in this step: from new tokens, or from another slot
+        is_holder = (new > 0) & ((past == 0) | (takes & has_first))
         at = torch.where(is_holder & (first >= 0), first, len(self._slot_of_first) - 1)
         self._slot_of_first[at] = torch.where(has, slot, NONE)
 
@@ -222,37 +272,13 @@ class Window:
         given = packed, lens - packed, split.ring_row(packed), torch.where(has, slot, 0)
         self._counts[:, :batch] = torch.stack(given)
         self._counts[:, batch:] = 0
-        packed_lens, exact_lens, starts, seq_slots = self._counts[:, :batch]
-        shifted = self._table[:batch, : table.shape[1]]
-        shifted[:] = block_table[:batch]
-        shifted[:, :-1] = torch.where(has[:, None], block_table[:batch, 1:], shifted[:, :-1])
-        self.step = WindowStep(
-            self._table[:batch, : table.shape[1]],
-            packed_lens,
-            exact_lens,
-            starts,
-            seq_slots,
-            *found,
-        )
-        return self.step
+        shifted = torch.where(has[:, None], block_table.roll(-1, 1), block_table)
+        self._table[:batch, :width] = shifted
+        return found
 
     def exact_slots(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """16-bit slots of the step's tokens, padding among them, and as many of none."""
+        """The 16-bit slots of the step's tokens, with padding, and as many NONE."""
         return self._exact[:tokens], self._nowhere[:tokens]
-
-    def _of_tokens(
-        self, counts: Numbers, pasts: dict[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sequence of each token, and tokens after it; new tokens, and who may take a slot."""
-        owner = np.repeat(np.arange(len(counts)), counts)
-        back = counts.cumsum()[owner] - 1 - np.arange(len(owner))
-        asks = np.zeros_like(counts)
-        asks[list(pasts)] = 1
-        numbers = np.concatenate([owner, back, counts, asks])
-        moved = torch.from_numpy(numbers).to(self.device, torch.int64, non_blocking=True)
-        of_tokens, batch = len(owner), len(counts)
-        *others, may_take = moved.split([of_tokens, of_tokens, batch, batch])
-        return others[0], others[1], others[2], may_take > 0
 
     def _refill(
         self,
@@ -289,7 +315,7 @@ class Window:
                     torch.arange(max(size, past - split.recent_len), max(size, past), device="cpu"),
                 ]
             )
-            position = on_cpu.to(self.device, non_blocking=True)
+            position = self._sent(on_cpu)
             row = split.exact_row(position - size)
             own = slot[place] * exact_len + row
             in_ring = position >= (end[place] - split.ring_len).clamp(min=size)

@@ -7,7 +7,7 @@ room, and reads nothing on the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -305,6 +305,26 @@ def bind_place(lens: Lens, sizes: Sizes, new_tokens: int, room: torch.Tensor) ->
 def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
     """[3, batch], int64: seq_lens, packed_lens and, with a window, firsts before tokens came."""
     return room[:, room.shape[1] - batch :]
+
+
+def advance_window(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    sizes: Mapping[str, int],
+) -> bool:
+    """Advance the slots of an engine's window (kvquant/engine/window.py) in one kernel, on CUDA.
+
+    Returns:
+        False on other devices, for which there is no kernel: nothing has changed.
+    """
+    if kernels_for(seq_lens, None) != "cuda":
+        return False
+    from ..kernels.cuda.slots.window_launch import advance
+
+    advance(block_table, seq_lens, starts, state, sizes)
+    return True
 
 
 def _launcher(room: torch.Tensor) -> ModuleType:

@@ -50,15 +50,27 @@ SATURATED, REFERENCE = "flash", "triton"
 OUTPUTS = 128, 512  # tokens under load
 MOST_SEQUENCES = 256  # at once
 GRAPHS = [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 208, 256]  # sequences in each
-ROWS = {"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}
+
+
+def ours(**rows: Any) -> Figures:
+    """Options of an engine with rows of kvquant."""
+    asked = {"attention_backend": "CUSTOM", "additional_config": {"kvquant": rows}}
+    return {"block_size": 64, **asked}
+
+
+INT4 = {"k_format": "int4-g4", "v_format": "int4-g4"}
 ENGINES: dict[str, Figures] = {
     "flash": {"attention_backend": "FLASH_ATTN"},
-    "kvquant": {"attention_backend": "CUSTOM", "additional_config": ROWS, "block_size": 64},
+    "kvquant": ours(**INT4, recent_len=0),
+    "kvquant-window": ours(**INT4, recent_len=128),
+    "default": ours(recent_len=0),
+    "default-window": ours(recent_len=128),
     "flash-fp8": {"attention_backend": "FLASH_ATTN", "kv_cache_dtype": "fp8"},
     "triton": {"attention_backend": "TRITON_ATTN"},
 }
 # KL to TRITON_ATTN that an engine may have at most; int4-g4 has .005
 MOST_KL = {"flash": 0.001, "kvquant": 0.02, "flash-fp8": 0.01, "triton": 0.001}
+MOST_KL |= {"kvquant-window": 0.005, "default": 0.005, "default-window": 0.002}
 PASSAGES, PASSAGE, ANSWER = 16, 200, 64  # of the demo model: texts, tokens of a prompt and a text
 GIB, HEAD_DIM = 1 << 30, 128
 

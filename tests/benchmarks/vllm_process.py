@@ -138,6 +138,25 @@ async def answers(
     ]
 
 
+async def texts(
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    temperature: float,
+    first_seed: int,
+) -> list[list[int]]:
+    """Tokens of a text for each prompt, up to its end; prompts have seeds of their own."""
+    options = {"temperature": temperature, "ignore_eos": False}
+    seeds = [first_seed + i if temperature else None for i in range(len(prompts))]
+    done = await asyncio.gather(
+        *(
+            finish(engine, ids, tokens, seed=seed, **options)
+            for ids, seed in zip(prompts, seeds, strict=True)
+        )
+    )
+    return [list(one.token_ids) for one in done]
+
+
 async def decode(engine: Any, batch: int, context: int, seed: int) -> Figures:
     """Rates of reading prompts of random tokens, and of steps in which all sequences decode."""
 
@@ -204,4 +223,9 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-MEASURES: dict[str, Callable[..., Any]] = {"answers": answers, "decode": decode, "load": load}
+MEASURES: dict[str, Callable[..., Any]] = {
+    "answers": answers,
+    "texts": texts,
+    "decode": decode,
+    "load": load,
+}

@@ -115,8 +115,10 @@ def test_results_are_those_without_it(lengths: tuple[int, int], kind: RowKind, d
         empty = their_lse == -torch.inf
         assert torch.equal(our_lse == -torch.inf, empty) and not ours[empty].any()
         if ids:
-            # queries in a basis are rounded to 16 bit again, alike for both
-            assert relative_l2(ours, theirs) < LIMITS[device]
+            # Queries in a basis are rounded to 16 bit again, alike for both. The plan's results are
+            # rounded beside an offset that is five times as large.
+            limit = LIMITS[device] * (5 if kind is WITH_PLAN["plan"] else 1)
+            assert relative_l2(ours, theirs) < limit
             torch.testing.assert_close(our_lse, their_lse, atol=1e-3, rtol=1e-4)
         wanted = full if sum(x in "abc" for x in ids) > 1 else 0
         assert int(batches[0]._staged.tensors["prefix_lens"]) == wanted

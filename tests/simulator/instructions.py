@@ -266,12 +266,13 @@ def _ballot(name: Name) -> Operation:
     return vote
 
 
-@operation(r"atom\.global\.(inc|add)\.u32")
+@operation(r"atom\.global\.(inc|add|min)\.u32")
 def _atomic(name: Name) -> Operation:
     def increment(before: Any, last: Any) -> Any:
         return np.uint32(0 if before >= last else before + 1)
 
-    change = increment if name[1] == "inc" else operator.add
+    changes: dict[str, Callable[[Any, Any], Any]] = {"add": operator.add, "min": min}
+    change = changes.get(name[1], increment)
 
     def update(address: Any, operand: Any) -> Any:
         tensors = block().tensors

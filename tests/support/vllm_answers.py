@@ -40,7 +40,7 @@ from compared_answers import (
 )
 from vllm_engines import NGRAM
 
-FP8, EAGER = {"format": "fp8"}, {"enforce_eager": True}
+FP8, EAGER, WINDOW = {"format": "fp8"}, {"enforce_eager": True}, {"recent_len": 128}
 SMALL = {"max_model_len": 384, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 100}
 OTHERS = "gemma3", "gpt-oss", "deepseek"  # models
 
@@ -57,6 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
     "int4-short-chunks": {"rows": INT4, "max_num_batched_tokens": 64, **EAGER},
     "plan": {"rows": {"plan": "", "recent_len": 0}},
     "int4-ngram": {"rows": INT4, "speculative_config": NGRAM},
+    "bf16-window": {"rows": {**BF16, **WINDOW}},
+    "bf16-window-preempted": {"rows": {**BF16, **WINDOW}, **SMALL, **EAGER},
+    "int4-window": {"rows": {**INT4, **WINDOW}},
+    "int4-window-short-chunks": {"rows": {**INT4, **WINDOW}, "max_num_batched_tokens": 64},
+    "int4-window-ngram": {"rows": {**INT4, **WINDOW}, "speculative_config": NGRAM},
     "bf16-draft": {"rows": BF16, "speculative_config": {}, **EAGER},
     "int4-draft": {"rows": INT4, "speculative_config": {}},
     "gemma3-own": {"model": "gemma3", **EAGER},

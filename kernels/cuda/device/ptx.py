@@ -180,6 +180,7 @@ begin_next_launch = instruction("griddepcontrol.launch_dependents;", "", "", pur
 # counts up to `last`, then from 0 again; gives the count before
 atomic_inc_wrap = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 atomic_add = instruction("atom.global.add.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
+atomic_min = instruction("atom.global.min.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 
 exp2 = instruction("ex2.approx.ftz.f32 $0,$1;", "f32", "f32")
 log2 = instruction("lg2.approx.ftz.f32 $0,$1;", "f32", "f32")

@@ -109,7 +109,7 @@ def test_a_cached_launch_on_other_devices_is_refused() -> None:
     given = rows, rows.clone(), torch.full((4,), 100, dtype=torch.int32, device="cuda")
     q = torch.randn(4, 16, 128, device="cuda", dtype=torch.bfloat16)
     decode_attention(q, *given, k_format=fmt, v_format=fmt)
-    for i in range(3):
+    for i, name in enumerate(("k_rows", "v_rows", "seq_lens")):
         mixed = [tensor.cpu() if i == j else tensor for j, tensor in enumerate(given)]
-        with pytest.raises(DeviceError, match=r"q is on cuda:0, k_rows on cpu"):
+        with pytest.raises(DeviceError, match=rf"q is on cuda:0, {name} on cpu"):
             decode_attention(q, *mixed, k_format=fmt, v_format=fmt)

@@ -246,6 +246,8 @@ def test_a_counter_goes_around() -> None:
     assert got == [i % 12 for i in range(32)] and counter[0] == 32 % 12
     got = lanes(lambda lane: ptx.atomic_add(at(counter, 1), u32(2)), memory=[counter])
     assert got == list(range(0, 64, 2)) and counter[1] == 64
+    got = lanes(lambda lane: ptx.atomic_min(at(counter, 1), u32(50 - lane)), memory=[counter])
+    assert got == [64, *range(50, 19, -1)] and counter[1] == 19
 
 
 @in_simulator

@@ -26,6 +26,7 @@ from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS, OVERLAPS
 from kvquant.kernels.cuda.runtime.spec import Spec
 from kvquant.kernels.cuda.slots.launch import SlotSpec
+from kvquant.kernels.cuda.slots.window_launch import WindowSpec
 
 parse = RowFormat.parse
 ARCHS = "sm_80", "sm_89", "sm_90", "sm_100"
@@ -56,6 +57,7 @@ def prefix(k: str, v: str, dim: int, rows: int) -> Spec:
 # kernel, architecture, most registers: so that blocks have room beside one another
 CASES: list[tuple[Spec, str, int]] = [
     *((spec, arch, 255) for spec in (PiecesSpec(), SlotSpec()) for arch in ARCHS),
+    *((WindowSpec(), arch, 128) for arch in ARCHS),  # of a block of 16 warps
     *((CombineSpec(64, "bf16", flag), "sm_80", 255) for flag in (False, True)),
     *((CombineSpec(80, "fp16", flag), "sm_89", 255) for flag in (False, True)),
     *((CombineSpec(128, "bf16", flag), "sm_90", 255) for flag in (False, True)),

@@ -387,7 +387,13 @@ def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
     assert result["lse"] <= LSE_LIMIT * max(1.0, case.get("q_scale", 1.0))
 
 
+# On a GPU products and differences are fused: scores above 1e8 give NaN (kernels/FACTS.md).
+NOT_ON_A_GPU = "made-up", "enormous"
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [name for name in CASES if "made-up" not in name])
+@pytest.mark.parametrize(
+    "case", [name for name in CASES if not any(word in name for word in NOT_ON_A_GPU)]
+)
 def test_the_kernel_on_a_gpu(case: str) -> None:
     check_on_gpu(Case(**CASES[case]))
