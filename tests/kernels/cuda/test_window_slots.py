@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -29,21 +30,22 @@ class Sequence:
 
 
 def step_of(
-    window: Window, batch: list[Sequence], counts: list[int], wide: bool
+    window: Window, batch: list[Sequence], counts: list[int], is_narrow: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What _advance and the kernel are given; block tables have more columns than pages."""
-    table = torch.full((len(batch), 2 * WIDTH), 3, dtype=torch.int32)[:, : WIDTH - wide]
+    table = torch.full((len(batch), 2 * WIDTH), 3, dtype=torch.int32)[:, : WIDTH - is_narrow]
     for row, one, count in zip(table, batch, counts, strict=True):
         one.length += count
         row[: len(one.pages)] = torch.tensor(one.pages)[: len(row)]
     lens = torch.tensor([one.length for one in batch], dtype=torch.int32)
-    return table, lens, torch.tensor([0, *counts]).cumsum(0)
+    table, lens, starts = (x.to(window.device) for x in (table, lens, torch.tensor([0, *counts])))
+    return table, lens, starts.cumsum(0)
 
 
-def compare(seed: int) -> int:
+def compare(seed: int, device: str = "cpu") -> int:
     """Random steps, by the kernel and by torch; how many sequences went on in a slot."""
     rng, rollback = random.Random(seed), (0, 2)[seed % 2]
-    window = Window(Split(PAGE, RECENT, PAGE, rollback), SLOTS, 99, PLACES, 24, WIDTH, "cpu")
+    window = Window(Split(PAGE, RECENT, PAGE, rollback), SLOTS, 99, PLACES, 24, WIDTH, device)
     free, running, kept = list(range(4, 99)), list[Sequence](), 0
     rng.shuffle(free)
     for _ in range(25):
@@ -72,7 +74,8 @@ def compare(seed: int) -> int:
         given = step_of(window, running, counts, rng.random() < 0.5)
         expected = deepcopy(window)
         expected._advance(*given, sum(counts), {})
-        with simulated(*given, *window._state, backwards=bool(seed % 3)):
+        on_gpu = nullcontext() if device == "cuda" else None
+        with on_gpu or simulated(*given, *window._state, backwards=bool(seed % 3)):
             advance(*given, window._state, window._sizes)
         kept += int((window._counts[3] > 0).sum())
         for i, (ours, theirs) in enumerate(zip(window._state, expected._state, strict=True)):
@@ -93,3 +96,8 @@ def test_slots_are_those_of_torch() -> None:
 def test_those_of_many_steps_are_too() -> None:
     for seed in range(2, 10):
         compare(seed)
+
+
+@pytest.mark.gpu
+def test_slots_of_a_gpu_are_those_of_torch() -> None:
+    assert all(compare(seed, "cuda") > 10 for seed in range(6))
