@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ..kernels.cuda.runtime.launch import Launch
 
 MOST_BOUND = 16  # new tokens of a sequence in appends whose launches are bound: their slots stay
-SPARE = 512  # tokens before its window that a layer with one keeps: as many can be cropped
+SPARE = 512  # tokens before its window that a layer keeps, so that as many can be cropped
 ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
 
 
@@ -130,11 +130,11 @@ class LayerCache:
         k_packed, v_packed: [batch, num_kv_heads, packed_len, row_bytes].
         k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + ring_len, 16-bit row
             bytes]: the sinks, then a ring of recent_len + rollback_len rows; the i-th token after
-            the sinks has slot i % ring_len. One segment for a kernel.
+            the sinks has ring row i % ring_len. One segment for a kernel.
         seq_lens: [batch] int32, tokens held.
         packed_lens: [batch] int32, tokens whose packed rows attention reads.
         exact_lens: [batch] int32, the others, sinks and recent ones: seq_lens - packed_lens.
-        starts: [batch] int32, slot of the oldest of the recent ones: packed_lens % ring_len.
+        starts: [batch] int32, ring row of the oldest recent token: packed_lens % ring_len.
         exact_firsts: [batch] int32, the first token after the sinks that is still in the ring.
         seen_lens: [batch] int32, packed tokens that attention sees: packed_lens without a window.
         seen_starts: [batch] int32, with a window: the row of the first of these.
@@ -288,7 +288,7 @@ class LayerCache:
             raise ShapeError(f"layer {layer} holds no tokens: append to it first")
 
     def check_seen(self, layer: int, q_len: int) -> None:
-        """Raise UnsupportedError if the last q_len tokens cannot attend so; see seen_by."""
+        """Raise UnsupportedError if the last q_len tokens would see dropped ones; see seen_by."""
         if self.window is None or self.window >= self.max_seq_len:
             return
         if q_len > SPARE + 1:
@@ -413,8 +413,8 @@ class LayerCache:
     def take(self, source: LayerCache, index: torch.Tensor | None = None) -> None:
         """Take the rows in use of sequences of a layer like this one, or of itself.
 
-        index [batch] int64 are places in source; None for the same ones. Layers with less room have
-        the same row for a token: only rings that hold every token are shorter.
+        index [batch] int64 are places in source; None for the same ones. A token has the same row
+        in a layer with less room: a ring is shorter only if it holds every token.
         """
         index = None if index is None else index.to(self.device)
         used = source._packed_in_use()

@@ -28,8 +28,8 @@ past:
     slots   [num_tokens], int64: page * page_size + place in the page, where a token's rows go; a
             negative one writes nothing
 
-All tensors are on the layer's device, if not said to be on the CPU. Nothing is read from the
-device. A CUDA graph may hold append and attend for a Step without prompts.
+All tensors are on the layer's device, if not said to be on the CPU. kvquant reads nothing back
+from the device. A CUDA graph may hold append and attend for a Step without prompts.
 """
 
 from __future__ import annotations
@@ -164,11 +164,12 @@ class NewTokens(NamedTuple):
             of its tokens.
         seq_lens: [num_seqs or more], int32: tokens of each, the new ones included.
         starts: [num_seqs + 1], integers on the CPU: where the new tokens of each sequence begin.
-        lens: [num_seqs], integers on the CPU: seq_lens; they may be more for decoding sequences.
+        lens: [num_seqs], integers on the CPU: as seq_lens. For a decoding sequence an upper bound
+            is enough.
         num_tokens: of the step, with the padding of a CUDA graph.
         most_queries: new tokens of a decoding sequence, at most: 1, and its drafted tokens.
-        prefilling: [num_seqs], bool, on the CPU: whether they read a prompt; None if only those do
-            that have more than most_queries new tokens, or several and no past.
+        prefilling: [num_seqs], bool, on the CPU: whether each sequence reads a prompt. None: it
+            does with more than most_queries new tokens, or with several and no past.
     """
 
     block_table: torch.Tensor

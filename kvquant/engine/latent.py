@@ -1,7 +1,7 @@
 """Steps of a layer with multi-head latent attention (MLA), whose rows lie in an engine's pages.
 
-contract.py holds, except for the tokens of prompts: with these the engine attends, to keys and
-values that it makes of latents. `latents_at` gives it those of rows in pages.
+contract.py holds, with one exception: the engine attends with the tokens of prompts. It expands
+latents to keys and values for them. `latents_at` reads past latents from the pages.
 
     pages     [num_pages, page_size, row_bytes], uint8, the rows of a page without gaps. A token has
               one row, which holds its latent and its RoPE part

@@ -357,12 +357,11 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
     log.info("kvquant: %s", settings)
     if isinstance(settings, Settings) and settings.plan is None and settings.k_format:
         _tell_accuracy(settings.k_format, model)
-    if "int2" in str(settings):
+    if "int2" in str(settings) and not getattr(settings, "recent_len", 0):
         log.warning(
             "kvquant: rows of 2 bits change what a model predicts unless its first and last tokens "
-            "stay in 16 bit. An engine's pages cannot keep tokens in 16 bit. Compare texts before "
-            "you serve, or use int3 or int4 with a plan. kvquant evaluate measures what a cache "
-            "costs"
+            'stay in 16 bit ("recent_len": 128). Compare texts before you serve, or use int3 or '
+            "int4 with a plan. kvquant evaluate measures what a cache costs"
         )
     if settings.plan is None:
         return
@@ -371,8 +370,8 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
     limit = settings.plan.facts.get("limit") or {}
     if not limit.get("met", True):
         log.warning(
-            "kvquant: the plan misses its limit of KL %s: keep last tokens in 16 bit "
-            '("recent_len": 128), allow more bits, or serve this model without kvquant',
+            "kvquant: the plan misses its limit of KL %s: keep last tokens in 16 bit if they are "
+            'not ("recent_len": 128), allow more bits, or serve this model without kvquant',
             limit.get("max_kl"),
         )
 

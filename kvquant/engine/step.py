@@ -56,13 +56,13 @@ class Step:
         block_table: [num_seqs, max_pages], int32: pages of each sequence.
         seq_lens: [num_seqs], int32: tokens of each, the new ones included.
         decodes: how many sequences, the first ones, attend in one call.
-        num_tokens: of these, with the padding.
+        num_tokens: rows of q of these sequences, padding included.
         q_len: most queries of one of these, 1 or more.
         q_lens: [decodes], int32: queries of each; None where all have q_len. Padding makes
             sequences of its own.
         places: [queries], int64: place of each query in [decodes * q_len]; None as q_lens.
         chunks: the other sequences.
-        kept: results of one layer that the others of the step use.
+        kept: tensors that one layer computes and later layers reuse.
     """
 
     block_table: torch.Tensor
@@ -94,7 +94,7 @@ class Step:
         return q.unflatten(0, (self.decodes, self.q_len)) if self._has_places else q
 
     def unpadded(self, found: torch.Tensor) -> torch.Tensor:
-        """The output for padded queries as [num_tokens, ...], zeros for no query."""
+        """The output for padded queries as [num_tokens, ...], zeros in rows without a query."""
         if self._has_places:
             found = found.flatten(0, 1)
         if self.places is None:
@@ -118,10 +118,12 @@ class Step:
 
 
 def describe_step(new: NewTokens, window: Window | None = None) -> Step:
-    """Split a step into decoding sequences (until the first with more queries, or without past) and
-    chunks; reads nothing from the device, and raises as NewTokens.check.
+    """Split a step into decoding sequences and chunks, without reading from the device.
 
-    window: of the layers, for which the step begins here.
+    Chunks begin at the first sequence with more than most_queries new tokens, or with several and
+    no past. Raises as NewTokens.check.
+
+    window: the Window of the layers; this call begins its step.
     """
     new.check()
     step = _split(new)
@@ -152,7 +154,7 @@ def _split(new: NewTokens) -> Step:
     counts = starts[1:] - starts[:-1]
     decodes, q_len = len(counts), int(counts.max(initial=1))
     chunks = []
-    if q_len > 1:  # else none is of a prompt
+    if q_len > 1:  # with at most one query each, all sequences are decoding
         of_prompts = (counts > most_queries) | ((counts > 1) & (lens == counts))
         if of_prompts.any():
             decodes = int(of_prompts.argmax())
@@ -164,7 +166,7 @@ def _split(new: NewTokens) -> Step:
             counts = counts[:decodes]
             q_len = int(counts.max(initial=1))
     q_lens = places = None
-    # a graph is for sequences of q_len queries, of which the last ones may be padding
+    # a CUDA graph has q_len queries a sequence; its last sequences may be padding
     in_place = q_len * (np.arange(decodes) * q_len < starts[decodes])
     if num_tokens != decodes * q_len or (counts != in_place).any():
         sequence = np.arange(decodes).repeat(counts)

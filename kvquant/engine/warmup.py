@@ -1,7 +1,7 @@
 """Compile the kernels of an engine's steps before its first request.
 
-Rehearsed steps find them, as for our caches: see kernels/cuda/runtime/warmup.py. An engine should
-begin while it loads its model.
+kvquant rehearses steps on the meta device and compiles the kernels that they would launch: see
+kernels/cuda/runtime/warmup.py. An engine should call begin_warm_up while it loads its model.
 """
 
 from __future__ import annotations

@@ -76,14 +76,14 @@ class Seen(NamedTuple):
 
 
 class Refill(NamedTuple):
-    """The tokens before those of a step, of its prompts, that are in 16 bit; [tokens] int64 each.
+    """Past tokens of the step's prompts that attention reads in 16 bit; [tokens], int64 each.
 
     Attributes:
         packed: slots of their packed rows, in pages.
-        source: 16-bit slots that have them before the step's rows are written; negative where only
-            their packed rows have them.
-        target: 16-bit slots where they have to be written; negative where they are, or where a
-            newer token takes the place.
+        source: 16-bit slots that hold these tokens before the append. Negative where only packed
+            rows hold the token.
+        target: 16-bit slots to which WindowRows.refill copies the tokens. Negative if the sequence
+            took no slot in this step, or if a newer token takes the row.
     """
 
     packed: torch.Tensor
@@ -99,8 +99,8 @@ class WindowStep:
         block_table: [num_seqs, max_pages], int32: pages of the packed rows.
         packed_lens, exact_lens, starts, seq_slots: [num_seqs], int32: as of Segment.
         refill: of all prompts with a past; None if there are none.
-        seen: by row of the block table, which tokens of refill are a prompt's, their positions, on
-            the CPU, and whether its sequence has a slot.
+        seen: by a prompt's row of the block table: its tokens in refill, their positions (on the
+            CPU), and whether the sequence has a slot.
     """
 
     block_table: torch.Tensor
@@ -113,7 +113,7 @@ class WindowStep:
 
 
 class Window:
-    """The slots of sequences; those of one kind of layers share it."""
+    """Which sequence has which slot. All layers with one block table share a Window."""
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ class WindowRows:
         return EXACT_DTYPES[self.k_format.codec]
 
     def read(self) -> None:
-        """Read what slots have of prompts, before rows of the step take their places."""
+        """Copy the tokens at refill.source into `seen`, before the append overwrites them."""
         refill = None if self.window.step is None else self.window.step.refill
         self.seen = []
         if refill is not None:
@@ -388,8 +388,8 @@ class WindowRows:
     def refill(
         self, k_pages: torch.Tensor, v_pages: torch.Tensor, formats: tuple[RowFormat, RowFormat]
     ) -> None:
-        """Give slots the tokens of prompts that they lack, after the step's rows are written: a
-        page may be another sequence's of the step."""
+        """Copy past tokens into their slots. Call this after the append: another sequence may write
+        one of their pages in this step."""
         if self.window.step is None or self.window.step.refill is None:
             return
         packed, source, target = self.window.step.refill
@@ -408,7 +408,7 @@ class WindowRows:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of append_rows."""
+        """Arguments of append_rows for 16-bit rows."""
         name = self.k_format.codec
         return {"exact_k": self.k_rows, "exact_v": self.v_rows, "exact_format": name}
 

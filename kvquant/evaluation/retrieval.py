@@ -17,7 +17,8 @@ For small models 4 facts or fewer share no word, and copy asks for one. Definiti
     frequent     the most frequent word of a text
     tools        a tool call in JSON, whose two arguments stand in one of many records
 
-To add a task, add it to TASKS.
+To add a retrieval task, write its function and name it in TASKS below; CHOSEN in evaluate.py names
+the default ones.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class _Parts(NamedTuple):
     own: Sequence[Segment]
 
 
-# what queries attend to, how many of them each sequence has (None: one), and whether the call is
-# kept for other steps
+# the rows that queries attend to, queries of each sequence (None: one), and whether a graph or
+# compiled code keeps the call
 Seen: TypeAlias = tuple[_Parts, "torch.Tensor | None", bool]
 
 
@@ -127,13 +127,13 @@ class StepBatch(NotCopied):
             cache.device,
         )
         nowhere = [name for name in others if not name.startswith("block_table")]
-        for name in (*Slots._fields, *nowhere, *(shared_prefix is not False) * ["members"]):
+        for name in (*Slots._fields, *nowhere, *([] if shared_prefix is False else ["members"])):
             self._staged.tensors[name].fill_(-1)
         self._is_open = False  # whether a step is: what compiled code can look at
         self._on_cuda = cache.device.type == "cuda"
         self._is_cold = self._on_cuda  # nothing was appended yet
         self.step_variant: AttentionVariant | None = None
-        self._is_ragged_cold = self._on_cuda  # nor were there ragged queries
+        self._is_ragged_cold = self._on_cuda  # no ragged queries came yet
         # the fewest rows of q, rows of k, and queries of a sequence that graphs have
         self._captured = [max_batch, self.max_tokens, self.max_tokens]
         self._appended: set[int] = set()  # the layers that were appended to in this step
@@ -196,7 +196,7 @@ class StepBatch(NotCopied):
             ids: the sequences; they take the first places of the batch in this order.
             counts: new tokens of each, or of all.
             tokens: the ids of all new tokens, sequence after sequence; None if unknown: then
-                others find no page from here on.
+                new sequences cannot share these pages.
 
         Raises:
             Raised at `with`, and the sequences are as they were:
@@ -449,7 +449,7 @@ class StepBatch(NotCopied):
         return not (self._on_cuda and q.dtype is torch.float32)
 
     def _is_fixed(self, compiling: bool) -> bool:
-        """Whether other steps keep what runs now.
+        """Whether a CUDA graph or compiled code keeps this call for other steps.
 
         compiling is torch.compiler.is_compiling() of the caller: after an error in another function
         Dynamo may compile this one alone, and it would be True here.
@@ -633,8 +633,8 @@ class PagedBatch(StepBatch):
         cache: the cache.
         max_batch: sequences of a step.
         max_tokens: new tokens of a step; max_batch when None.
-        shared_prefix: whether to read pages that sequences share once for all of them. None:
-            where it pays, but in captured or compiled code only True does.
+        shared_prefix: whether to read pages that sequences share once for all of them. None: where
+            that saves time, but never in captured or compiled code.
 
     Attributes:
         step_variant: the AttentionVariant of later steps, for which the first append compiles
@@ -763,7 +763,7 @@ class PagedBatch(StepBatch):
         check_tensors(q=q, k=k, v=v)
         if q_indptr is not None:
             check_indptr(q, q_indptr)
-        is_plain = variant is None is sm_scale and num_splits is None is backend
+        is_plain = variant is None and sm_scale is None and num_splits is None and backend is None
         if not (is_plain and type(return_lse) is bool and self._takes(q)):
             check_options(q, sm_scale, return_lse, num_splits, backend)
             if variant is not None and names_of(variant):

@@ -1,8 +1,8 @@
 """Basis: what the rows of K or of V of one layer are stored as, and how attention undoes it.
 
     stored row      x' = M^-1 (x - offset)
-    K    the query pays:    q' = M^T q,  so that q'·k' = q·(k - offset) = q·k - q·offset
-    V    the output pays:   sum_t p_t v_t = M (sum_t p_t v'_t) + offset,  as sum_t p_t = 1
+    K    multiply queries:  q' = M^T q,  so that q'·k' = q·(k - offset) = q·k - q·offset
+    V    multiply outputs:  sum_t p_t v_t = M (sum_t p_t v'_t) + offset,  as sum_t p_t = 1
 
 Softmax does not see q·offset, which is the same for every token; a log-sum-exp gets it back. Both
 are one small product per step. M is the identity or a matrix for each KV head. Products are
@@ -32,7 +32,7 @@ class Basis:
     Args:
         offset: [num_kv_heads, head_dim], float32: subtracted from every row.
         matrix: [num_kv_heads, head_dim, head_dim], float32: M; None for the identity.
-        clip: [num_kv_heads], float32: share of its range that a row keeps; None for all of it.
+        clip: [num_kv_heads], float32: share of its range that each group keeps; None for all of it.
         feedback: [num_kv_heads, head_dim, head_dim], float32: see quantize.py; None for none.
 
     Attributes:
@@ -109,7 +109,7 @@ class Basis:
         device = torch.device(device)
         if device.type == "meta":  # where nothing can be looked at again
             return self._moved(device)
-        with torch.inference_mode(False):  # those who ask next may be outside of it
+        with torch.inference_mode(False):  # the next caller may be outside of inference mode
             offset = self.offset.to(device)
             if offset is self.offset:  # "cuda" is the current one, "cuda:0"
                 return self
@@ -118,7 +118,7 @@ class Basis:
             if found is None:
                 if self._origin is None:
                     found = self._moved(offset.device)
-                else:  # which others may have there
+                else:  # share the origin's copy there
                     clip = None if self.clip is None else self.clip.to(device)
                     found = self._origin.to(device).with_clip(clip)
                 twins[offset.device] = found

@@ -24,8 +24,8 @@ class AttentionCall(NamedTuple):
             float32, bfloat16 or float16.
         segments: rows to attend to, at least one segment; all have the same batch, number of KV
             heads and head dims. With several queries a sequence the segments are in the order of
-            their tokens, but that the first Segment.sinks rows of a ring come before all others:
-            [packed, ring with sinks] are sinks, packed rows, recent tokens.
+            their tokens, except that sinks (the first Segment.sinks rows of a ring) come first:
+            [packed, ring with sinks] means sinks, packed rows, recent tokens.
         sm_scale, num_splits, return_lse: as in decode_attention.
         q_lens: [batch], int32, with q of four axes: how many of q_len are queries; None for
             all.
@@ -51,8 +51,9 @@ class LatentPrefix(NamedTuple):
     """First tokens that sequences have in common, read once for all of them.
 
     Attributes:
-        rows: the tokens of one sequence (batch 1), linear or in pages; may be empty. No query
-            is among them, but that of a sequence with one query may be the last one.
+        rows: the tokens of one sequence (batch 1), linear or in pages; may be empty. Queries
+            come after these tokens; only the query of a sequence with one query may be the last of
+            them.
         shares: [batch], int32: 1 where a sequence begins with the prefix, else 0.
     """
 

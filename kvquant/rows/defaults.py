@@ -1,8 +1,9 @@
 """The formats of K and V where none are given: safe without a plan on every model that was tried.
 
 Errors of K harm most (a few large channels take a group's codes): K has 8 bits in groups, V 4.
-Without 16-bit tokens groups are smaller. Head dims without CUDA groups have fewer groups and V 8
-bits, except 192 with a window. tests/benchmarks/results/defaults.json has the figures.
+Without 16-bit tokens groups are smaller. Head dims 80, 96, 112 and 192 have fewer groups, because
+CUDA kernels lack the others. There V has 8 bits, except at 192 with a window.
+tests/benchmarks/results/defaults.json has the figures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What rounded keys do to attention: the measure by which K rows of few bits are refused.
 
 It is the KL divergence of attention's weights from rounded and from exact keys, averaged over
-layers, for rows of 4 bits or fewer: 8-bit keys move layer 0 of Qwen2.5-Coder-0.5B by 1.25 (mean
-.056) at no cost. tests/benchmarks/bench_probe.py sets it beside the KL of predictions.
+layers, for rows of 4 bits or fewer. For 8-bit keys it misleads: in layer 0 of Qwen2.5-Coder-0.5B it
+is 1.25 (mean .056), and the model loses nothing. tests/benchmarks/bench_probe.py
+sets it beside the KL of predictions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .format import RowFormat
 from .quantize import dequantize, full_precision, quantize
 
 FEW_BITS = 4  # K rows of more bits are not probed
-WARNED, REFUSED = 0.01, 0.12  # limits of the figure; the page shows what they part
+WARNED, REFUSED = 0.01, 0.12  # limits of the figure; kvquant/hf/README.md has models on both sides
 TOKENS = 256  # that are read for a probe
 MEASURE = "2"  # another name for another measure: kept figures are found by it
 _FIRST, _STRIDE = 64, 16  # the first query that is compared, and from one to the next

@@ -97,13 +97,12 @@ def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, torch.Tenso
     grouped = grouped.reshape(*x.shape[:-1], fmt.groups, fmt.group_size)
     empty = grouped[..., :1]  # without elements aminmax fails
     mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (empty, empty)
-    # + 0.0 turns -0.0, which min and max may or may not return where both zeros occur, into 0.0
     levels, has_shifts = fmt.facts.levels, fmt.pick(pairs=True, scales=False)
     is_e4m3 = fmt.pick(e4m3=True, integers=False)
     if not has_shifts:
         shift = torch.zeros_like(mn)
         scale = _power_up((torch.maximum(mx, -mn) / levels).clamp(min=LEAST_DS_SCALE))
-    elif is_e4m3:
+    elif is_e4m3:  # + 0.0 turns -0.0, which min or max may return beside 0.0, into 0.0
         shift = (mn * 0.5 + mx * 0.5).half() + 0.0
         radius = torch.maximum(mx - shift.float(), shift.float() - mn)
         scale = _half_up(radius * (1 / levels)) + 0.0

@@ -155,7 +155,7 @@ def rows_before(segments: Sequence[Segment], positions: torch.Tensor) -> torch.T
 def first_positions(segments: Sequence[Segment]) -> torch.Tensor:
     """The positions of the rows of segments in their sequences, [2, segments, batch], int32.
 
-    Row i in token order is token i + [0] if it is a sink, else i + [1].
+    Row i (in token order) has position i + result[0] if it is a sink, else i + result[1].
     """
     parts, before = _parts(segments)
     of_sinks, of_others = before.chunk(2)
@@ -178,9 +178,9 @@ def check_segments(
 ) -> None:
     """Raise unless queries can attend to the segments; values in the tensors are not read.
 
-    The first one is checked: decode_attention has one, and a cache has made its own alike. It runs
-    in every call that CUDA does not remember (the key in kernels/cuda/decode/launch.py must hold
-    all that it reads).
+    It checks the first segment: decode_attention has one, and a cache makes its segments alike. It
+    runs in every call whose launch CUDA has not kept, so the key in kernels/cuda/decode/launch.py
+    must hold all that it reads.
 
     It raises ShapeError, ConfigError or DeviceError.
     """

@@ -3,15 +3,15 @@
     packed slot = page * page_size + place in the page     (a contiguous cache: page = sequence)
     exact slot  = sequence slot * exact_len + row          (the 16-bit rows: sinks, then a ring)
 
-A token goes to the sinks, into the ring, or, if as many or more follow in the same call, straight
-into the packed rows. A token written into the ring takes the row of an older one, which is
-quantized from its 16-bit values unless it is packed:
+A token goes to a sink, to a ring row, or straight to a packed row: the last if recent_len or more
+tokens follow it in the call. A token in a ring row replaces an older one. The append packs the
+older token first, from its 16-bit values, unless a packed row holds it:
 
     evicted    exact row now at the token's exact slot  ->  packed slot
     exact      the new token, in 16 bit                 ->  exact slot
 
-In a KVCache a token after the sinks is packed when it comes, and the last ones are written into the
-ring, too: ops.slots.place_tokens. The lengths decide which row is read.
+A KVCache packs each token after the sinks when it comes. It also writes the last ones into the ring
+(ops.slots.place_tokens). The lengths decide which row is read.
 
 Negative slots write nothing. Slots are computed where the lengths are, without a wait for a GPU.
 """
@@ -33,7 +33,8 @@ class Slots(NamedTuple):
     """Where each new token goes; [num_tokens] int64 each, contiguous, negative: nowhere.
 
     Attributes:
-        packed: slot of the token in the packed rows; ignored where one is evicted for it.
+        packed: slot of the token in the packed rows. The append ignores it where `evicted` is not
+            negative.
         exact: slot of the token in the 16-bit rows; None where there are none of these.
         evicted: packed slot of the row that stands at the token's exact slot before the call.
     """

@@ -23,7 +23,7 @@ MOST_CAP = 10_000  # models have 30 to 50
 
 
 class AttentionVariant(NamedTuple):
-    """What a model changes in plain attention. None leaves a thing as it is.
+    """What a model changes in plain attention. A field of None changes nothing.
 
     The score of a query and a token is `sm_scale * q·k`. What is given changes it in the order
     score_offsets, soft_cap, alibi_slopes; what is hidden then has no part in the softmax.

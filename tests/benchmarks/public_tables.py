@@ -38,6 +38,14 @@ SHOWN = "default", "plan int4", "int8", "int4-g4"  # in README.md, and peers
 PEERS = {"KIVI-4, residual of 128": "KIVI-4", "TurboQuant of vLLM, 4 bits": "TurboQuant"}
 PEERS |= {"llama.cpp q4_0": "llama.cpp `q4_0`"}
 SHIPPED = *PEERS, "KIVI-2, residual of 128", "KVarN K4V2, 128 sinks"  # in FIDELITY's HumanEval
+ENGINES = {  # of vllm_models.py, in kvquant/vllm/README.md
+    "16 bit, TRITON_ATTN": "TRITON_ATTN, bf16",
+    "default, rows alone": "kvquant, the default",
+    "default, window": "kvquant, the default with `recent_len` 128",
+    "plan, window": 'kvquant, `"plan": "auto"` with `recent_len` 128',
+    "FLASH_ATTN fp8": "FLASH_ATTN, fp8",
+    "int4-g4, window": "kvquant, `int4-g4` without a plan, `recent_len` 128",
+}
 AGAIN = "16 bit, kvquant's rows"  # what another order of sums does to 16 bit
 EXACT = "16 bit", "peers' 16 bit", AGAIN
 WINDOW, NONE = [4, 128], [0, 0]
@@ -209,6 +217,23 @@ def humaneval(public: Rows) -> list[list[str]]:
                 )
         if any(" / " in cell for cell in cells):
             lines.append(cells)
+    return lines
+
+
+def served(rows: Sequence[Row]) -> list[list[str]]:
+    """Answers that each of vLLM's engines loses and wins, alone and behind other code."""
+    found = {place: lost_by(rows, place) for place in PLACES}
+    lines = [["engine"]]
+    for title in PLACES.values():
+        lines[0] += [f"{title}: right", "lost / won: at most"]
+    for engine, title in ENGINES.items():
+        cells = [title]
+        for place in PLACES:
+            one = found[place].get(engine)
+            right = f"{one.given:.1%}" if one else "-"
+            told = f"{one.lost} / {one.won} of {one.answers}: {at_most(one):.1f}" if one else "-"
+            cells += [right, told]
+        lines.append(cells)
     return lines
 
 

@@ -38,6 +38,12 @@ measured and the date:
     vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
                                             --requests 100, with --layers 32, and as for vllm again,
                                             beside jobs on the machine's other GPUs and cores
+    vllm-window                             the same with and without first pages and last tokens in
+                                            16 bit, beside jobs on the machine's other GPU
+    vllm-qwen2.5-coder-1.5b                 tests/benchmarks/vllm_models.py, four calls at a time
+                                            and beside tests. We joined them, and wrote the commit
+                                            by hand: commit 84d5bdc2 has the script. kvquant found
+                                            slots by torch then, not yet by a kernel
     sglang                                  tests/benchmarks/bench_sglang.py; we removed "graphs",
                                             which the script took from a log without such lines.
                                             "tokens" tells the memory of graphs
@@ -105,6 +111,9 @@ from public_tables import (
     read_public,
     retrieved,
     shipped,
+)
+from public_tables import (
+    served as answers_served,
 )
 
 from kvquant import KVCache, RowFormat
@@ -182,7 +191,10 @@ def shown() -> dict[str, list[str]]:
         "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [DEFAULT_ROOM],
         "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
-        "kvquant/vllm/README.md": [room(), room("int4", "int4"), DEFAULT_ROOM, *served()],
+        "kvquant/vllm/README.md": [
+            *(room(), room("int4", "int4"), DEFAULT_ROOM),
+            *(*served(), *answers_in_vllm(), windowed()),
+        ],
     }
 
 
@@ -566,6 +578,34 @@ def served() -> list[str]:
         said("saturated"),
         under_load(figures),
     ]
+
+
+def answers_in_vllm() -> list[str]:
+    """HumanEval through vLLM: the table, and what 16 bit answers."""
+    found = read("vllm-qwen2.5-coder-1.5b")
+    head, *lines = answers_served(found["rows"])
+    right = {"alone": 0, "behind": 0}
+    answers = dict(right)
+    for row in found["rows"]:
+        if row["key"]["cache"] == "16 bit":
+            right[row["key"]["place"]] += row["passed"].count("1")
+            answers[row["key"]["place"]] += len(row["passed"])
+    told = [f"{right[place]} of {answers[place]}" for place in right]
+    return [
+        table(head, lines),
+        f"FLASH_ATTN in bf16 answers {told[0]} right alone and {told[1]} behind other code",
+    ]
+
+
+def windowed() -> str:
+    """What first pages and last tokens in 16 bit cost an engine of vLLM."""
+    engines = read("vllm-window")["engines"]
+    rates = {
+        name: statistics.median(run["tokens_per_s"] for run in one["decode"])
+        for name, one in engines.items()
+    }
+    lost = [100 * (1 - rates[f"{name}-window"] / rates[name]) for name in ("default", "kvquant")]
+    return f"costs the default {lost[0]:.0f} % of its tokens a second and `int4-g4` {lost[1]:.0f} %"
 
 
 def again(figures: Figures) -> str:
