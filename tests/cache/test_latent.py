@@ -11,6 +11,7 @@ from example_plan import example_plan
 from latent_plans import latent_plan, random_basis, with_outliers
 from refusals import refused
 from relative_l2 import relative_l2
+from variant_cases import by_hand
 
 from kvquant import (
     Basis,
@@ -107,10 +108,10 @@ def test_attention_sees_sinks_packed_and_recent_tokens() -> None:
     for b, length in enumerate(lens.tolist()):
         recent = slice(max(length - 16, 0), length)
         assert torch.equal(values[0][b, recent], exact[0][b, recent])
-        keys, k_rope = values[0][b, :length], values[1][b, :length]
-        scores = (q_latent[b].double() @ keys.T + q_rope[b].double() @ k_rope.T) * SCALE
-        torch.testing.assert_close(out[b].double(), scores.softmax(-1) @ keys, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(lse[b].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-5)
+    q, keys = torch.cat([q_latent, q_rope], -1)[:, None], torch.cat(cache.dequantized(0), -1)
+    wanted = by_hand(q, keys, keys[..., :256], lens.tolist(), [1] * 3, scale=SCALE)
+    torch.testing.assert_close(out.double(), wanted[0][:, 0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse.double(), wanted[1][:, 0], atol=1e-4, rtol=1e-5)
 
 
 def assert_same(one: KVCache, other: KVCache) -> None:
