@@ -19,55 +19,26 @@ from kvquant.rows.format import ROW_DIMS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+
+def formats(words: str) -> list[RowFormat]:
+    """Formats and head_dims, such as "int4-g8/80"."""
+    pairs = (word.split("/") for word in words.split())
+    found = [RowFormat.parse(name, int(head_dim)) for name, head_dim in pairs]
+    return [*found, RowFormat("fp8_ds_mla", 4, 512)]
+
+
 # each codec with groups of whole chunks of 16 elements and with others (10, 14, 20, 24, 28, 56),
 # and each head_dim
-FORMATS = [
-    RowFormat(codec, groups, head_dim)
-    for codec, groups, head_dim in (
-        *(("int2", 1, head_dim) for head_dim in ROW_DIMS),
-        *(("int3", 1, head_dim) for head_dim in ROW_DIMS),
-        ("int4", 1, 64),
-        ("int4", 4, 128),
-        ("int4", 8, 80),
-        ("int4", 8, 112),
-        ("int4", 4, 96),
-        ("int4", 8, 192),
-        ("int4", 2, 256),
-        ("int8", 1, 80),
-        ("int8", 2, 112),
-        ("int8", 8, 128),
-        ("int8", 4, 80),
-        ("fp8", 1, 96),
-        ("fp8", 4, 64),
-        ("fp8", 8, 80),
-        ("fp8", 4, 112),
-        ("fp8", 2, 192),
-        ("bf16", 1, 80),
-        ("bf16", 1, 256),
-        ("fp16", 1, 112),
-        ("int4", 8, 512),
-        ("int8", 8, 32),
-        ("fp8_ds_mla", 4, 512),
-    )
-]
+FORMATS = [RowFormat(codec, 1, dim) for codec in ("int2", "int3") for dim in ROW_DIMS] + formats(
+    "int4/64 int4-g4/128 int4-g8/80 int4-g8/112 int4-g4/96 int4-g8/192 int4-g2/256 int4-g8/512 "
+    "int8/80 int8-g2/112 int8-g8/128 int8-g4/80 int8-g8/32 "
+    "fp8/96 fp8-g4/64 fp8-g8/80 fp8-g4/112 fp8-g2/192 bf16/80 bf16/256 fp16/112"
+)
 # each codec, and groups of both kinds; a kernel takes half a second to compile
-USUAL = [
-    RowFormat(codec, groups, head_dim)
-    for codec, groups, head_dim in (
-        ("int2", 1, 128),
-        ("int3", 1, 80),
-        ("int4", 1, 64),
-        ("int4", 4, 128),
-        ("int4", 8, 80),
-        ("int8", 1, 80),
-        ("int8", 4, 80),
-        ("fp8", 4, 64),
-        ("fp8", 8, 80),
-        ("bf16", 1, 80),
-        ("fp16", 1, 112),
-        ("fp8_ds_mla", 4, 512),
-    )
-]
+USUAL = formats(
+    "int2/128 int3/80 int4/64 int4-g4/128 int4-g8/80 int8/80 int8-g4/80 fp8-g4/64 fp8-g8/80 "
+    "bf16/80 fp16/112"
+)
 
 
 def label(fmt: RowFormat) -> str:
