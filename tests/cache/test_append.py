@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda import install
 from slow_cases import mark_slow
-from small_caches import BATCH, DIM, HEADS, MAX, make, tokens
+from small_caches import BATCH, DIM, HEADS, MAX, assert_same, make, tokens
 from torch_operations import Operations
 
 from kvquant import KVCache, debug
@@ -22,12 +22,6 @@ from kvquant.rows.basis import Basis, LayerBasis
 def bases(device: str = "cpu") -> list[LayerBasis]:
     offset = torch.randn(HEADS, DIM)
     return [LayerBasis(Basis(offset), Basis(-offset)).to(device)] * 2
-
-
-def assert_same(cache: KVCache, other: KVCache) -> None:
-    for one, two in zip(cache.layers, other.layers, strict=True):
-        for name, tensor in one.tensors().items():
-            assert torch.equal(tensor.cpu(), two.tensors()[name].cpu()), name
 
 
 @pytest.fixture
