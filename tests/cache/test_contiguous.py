@@ -61,13 +61,19 @@ def expected(
 def test_tokens_come_back_exact_at_both_ends_and_quantized_between(
     sink_len: int, recent_len: int, exact_format: str
 ) -> None:
-    cache = make(sink_len=sink_len, recent_len=recent_len, exact_format=exact_format)
-    k, v = tokens(MAX), tokens(MAX)
+    """Of formats that differ by layer, and between K and V."""
+    v_formats = [RowFormat.parse(name, 96) for name in ("fp8-g2", "int3", "int2")]
+    options: dict[str, Any] = {"k_format": ["int4", RowFormat.parse("int8-g4", DIM), "bf16"]}
+    options |= {"sink_len": sink_len, "recent_len": recent_len, "exact_format": exact_format}
+    cache = make(num_layers=3, v_format=v_formats, **options)
+    k, v = tokens(MAX), tokens(MAX, dim=96)
     exact = torch.bfloat16 if exact_format == "bf16" else torch.float16
-    for layer in (0, 1):
+    for layer, formats in enumerate([("int4", "fp8-g2"), ("int8-g4", "int3"), ("bf16", "int2")]):
+        at = cache.layers[layer]
+        assert (str(at.k_format), str(at.v_format)) == formats
         cache.append(layer, k, v, [MAX, 7, 0])
-        for x, fmt, got in zip((k, v), ("int4-g4", "int8"), cache.dequantized(layer), strict=True):
-            assert got.shape == (BATCH, HEADS, MAX, DIM)
+        for x, fmt, got in zip((k, v), formats, cache.dequantized(layer), strict=True):
+            assert got.shape == (BATCH, HEADS, MAX, x.shape[-1])
             for b, count in enumerate((MAX, 7, 0)):
                 values = expected(x[b, :, :count], fmt, sink_len, recent_len, exact)
                 assert torch.equal(got[b, :, :count], values)
@@ -98,31 +104,6 @@ def test_padding_behind_new_lens_may_hold_anything() -> None:
         k[b, :, count:], v[b, :, count:] = torch.nan, torch.inf
     dirty.append(0, k, v, torch.tensor(counts))
     assert unchanged(dirty, everything(clean))
-
-
-def test_formats_may_differ_by_layer_and_between_k_and_v() -> None:
-    wide = RowFormat.parse("fp8-g2", 96)
-    cache = make(
-        num_layers=3,
-        k_format=["int4", RowFormat.parse("int8-g4", DIM), "bf16"],
-        v_format=[wide, RowFormat.parse("int3", 96), RowFormat.parse("int2", 96)],
-    )
-    assert [str(layer.k_format) for layer in cache.layers] == ["int4", "int8-g4", "bf16"]
-    assert [str(layer.v_format) for layer in cache.layers] == ["fp8-g2", "int3", "int2"]
-    q = torch.randn(BATCH, 2 * HEADS, DIM)
-    for layer in range(3):
-        k, v = tokens(20), tokens(20, dim=96)
-        cache.append(layer, k, v)
-        got_k, got_v = cache.dequantized(layer)
-        for b in range(BATCH):
-            assert torch.equal(got_k[b], expected(k[b], str(cache.layers[layer].k_format), 3, 5))
-            assert torch.equal(got_v[b], expected(v[b], str(cache.layers[layer].v_format), 3, 5))
-        out = cache.attend(layer, q, backend="reference")
-        assert isinstance(out, torch.Tensor)
-        full = torch.nn.functional.scaled_dot_product_attention(
-            q[:, :, None].double(), got_k.double(), got_v.double(), enable_gqa=True
-        )
-        assert relative_l2(out, full[:, :, 0]) < 1e-5
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5), (60, 60)], ids=str)
@@ -158,10 +139,6 @@ def test_select_keeps_sequences_in_place() -> None:
     assert cache.batch == 4 and cache.start_positions.tolist() == [7, 5, 5, 6]
     assert unchanged(cache, everything(wanted)) and cache.changes == changes + 1
     assert cache.bad_rows.tolist()[0] == 3  # what check has to tell is not forgotten
-    for mine, theirs in zip(cache.dequantized(0), wanted.dequantized(0), strict=True):
-        assert torch.equal(mine, theirs)
-    cache.append(0, tokens(3)[:1].expand(4, -1, -1, -1), tokens(3)[:1].expand(4, -1, -1, -1))
-    assert cache.batch == 4 and cache.layers[0].seq_lens.tolist() == [23] * 4
 
 
 def held(cache: KVCache) -> list[torch.Tensor]:

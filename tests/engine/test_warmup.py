@@ -6,12 +6,13 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from engine_pages import LATENT, LATENT_HEADS, ROPE
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs, note_compiled
 from latent_plans import random_basis
 
 from kvquant import AttentionVariant, Basis, LatentFormat, UnsupportedError
@@ -32,7 +33,6 @@ from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import attention, mla, rows_at, transform
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.slots import Split
 
@@ -62,12 +62,7 @@ def calls(layer: LayerRows, **options: Any) -> StepCalls:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
-    driver = install_for_caches(monkeypatch)
-    for module in (attention, mla, rows_at):
-        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
-    for one in (mla, transform):
-        monkeypatch.setattr(one, "takes_one_launch", lambda x, _: x.dtype in transform.DTYPES)
-    return driver
+    return install_for_steps(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -174,19 +169,9 @@ def int8_calls(scale: float = 0.1, name: str = "int8", **options: Any) -> StepCa
 
 @pytest.fixture
 def compiled(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that were compiled; the log hears of each."""
-    found: list[Any] = []
-
-    def compile_all(specs: Any, arch: str, report: Any) -> None:
-        found.extend(specs)
-        for spec in specs:
-            report(spec)
-
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(compiled_ahead, "_warm", set())
+    """The kernels that were compiled, of each call; the log hears of each."""
     monkeypatch.setattr(warmup, "_begun", {})
-    return found
+    return note_compiled(monkeypatch)
 
 
 def test_layers_of_a_kind_are_compiled_once(compiled: list[Any]) -> None:
@@ -196,9 +181,9 @@ def test_layers_of_a_kind_are_compiled_once(compiled: list[Any]) -> None:
     warm_up_layers(GPU, layers)
     warm_up_layers(GPU, layers)
     wanted = kernels_of(layers[:1], runtime.gpu_of(CPU))
-    assert compiled == wanted
+    assert compiled == [wanted]
     warm_up_layers(GPU, [int8_calls(num_q_heads=16)])
-    assert len(compiled) > len(wanted)
+    assert len(compiled) == 2 and compiled[1]
 
 
 def test_an_engine_begins_to_compile_before_it_waits_for_that(
@@ -208,11 +193,11 @@ def test_an_engine_begins_to_compile_before_it_waits_for_that(
 
     def compile_all(specs: Any, *_: Any) -> None:
         assert may_go_on.wait(60)
-        compiled.extend(specs)
+        compiled.append(specs)
         raise UnsupportedError("what fails here fails again")
 
     def missing(specs: Any, arch: str) -> list[Any]:
-        return [spec for spec in specs if spec not in compiled]
+        return [spec for spec in specs if spec not in chain(*compiled)]
 
     monkeypatch.setattr(compiled_ahead, "missing", missing)
     monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
@@ -224,7 +209,7 @@ def test_an_engine_begins_to_compile_before_it_waits_for_that(
     assert len(warmup._begun) == 1 and not compiled
     may_go_on.set()
     warm_up_layers(GPU, [one])  # nothing is left to do, or it would raise
-    assert compiled == kernels_of([one], runtime.gpu_of(CPU))
+    assert compiled == [kernels_of([one], runtime.gpu_of(CPU))]
     with pytest.raises(UnsupportedError, match="fails again"):
         warm_up_layers(GPU, [int8_calls(name="int4")])
 

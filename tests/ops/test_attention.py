@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attend import attend_segments
 from fake_cuda import FakeDriver, OnCuda, make_query, make_segment
 from relative_l2 import relative_l2
 from segment_cases import lens
@@ -111,27 +110,6 @@ def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> Non
             assert bool(out[0, :2].isfinite().all()), "the other KV head"
             assert bool(out[0, 2:].isnan().all()), f"{'KV'[spoiled]} of token {at} is NaN"
             assert bool(lse[0, 2:].isnan().all()) == (spoiled == 0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str) -> None:
-    bf16 = RowFormat.parse("bf16", 64)
-    rows = quantize_rows(torch.randn(2, 3, 2, 300, 64).bfloat16(), bf16)
-    counts, starts = (300, 3, 150, 4), (200, 0, 20, 295)
-    store = torch.full((2, 5, 2, 300, bf16.row_bytes), 255, dtype=torch.uint8)
-    order = []
-    for b, seq_slot in enumerate((4, 0, 2, 1)):
-        slots = [i if i < 4 else 4 + (i - 4 + starts[b]) % 296 for i in range(counts[b])]
-        store[:, seq_slot][:, :, slots] = rows[:, b % 3, :, : counts[b]]
-        order.append(b % 3)
-    q = torch.randn(4, 4, 64)
-    seated = Segment(store[0], store[1], lens(*counts), bf16, bf16, lens(*starts), None, 4)
-    segment = seated._replace(seq_slots=lens(4, 0, 2, 1))
-    result = attend_segments(q, [segment], return_lse=True, backend=backend)
-    plain = Segment(rows[0][order], rows[1][order], lens(*counts), bf16, bf16)
-    expected = attend_segments(q, [plain], return_lse=True, backend=backend)
-    for one, other in zip(result, expected, strict=True):
-        assert relative_l2(one, other) < 1e-5
 
 
 def call(q: torch.Tensor, segment: Segment, **options: Any) -> Any:

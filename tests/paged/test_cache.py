@@ -31,11 +31,10 @@ from paged_cases import (
 from paged_plans import PLANS, make_paged
 from row_kinds import KINDS
 
-from kvquant import KVCache, Rope
+from kvquant import KVCache
 from kvquant.errors import ConfigError, NonFiniteError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.rows.rotation import apply_rope
 
 
 def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
@@ -182,19 +181,6 @@ def test_bad_values_are_counted_and_decode_to_nan() -> None:
     k, v = cache.dequantized("a", 0)
     assert k[0, 1].isnan().all() and not k[1].isnan().any()
     assert v[:, 4].isnan().all()
-
-
-def test_rope_is_that_of_append_rows() -> None:
-    angles = torch.rand(9, DIM // 2)
-    rope = Rope(angles.cos(), angles.sin())
-    batch, other = (PagedBatch(make(), 2, 50) for _ in range(2))
-    k, v = new_rows(9)
-    for at, key, turn in ((batch, k, rope), (other, apply_rope(k, rope), None)):
-        at.cache.allocate("a")
-        with at.extend(["a"], 9):
-            for layer in range(LAYERS):
-                at.append(layer, key, v.to(key.dtype), rope=turn)
-    assert same(values(batch.cache, "a"), values(other.cache, "a"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from attend import attend_segments
 from segment_cases import lens as int32
 
-from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
+from kvquant import RowFormat, debug, decode_attention, quantize_rows
 from kvquant.errors import ShapeError
 from kvquant.rows.segment import Segment, check_segment_values
 
@@ -43,22 +43,6 @@ def paged(page_size: int, lens: Sequence[int] = LENS) -> tuple[Segment, Segment]
         Segment(linear[0], linear[1], seq_lens, INT4, INT8),
         Segment(pages[0], pages[1], seq_lens, INT4, INT8, block_table=table),
     )
-
-
-@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128, 256])
-def test_only_rows_in_use_are_read(page_size: int) -> None:
-    linear, segment = paged(page_size)
-    q = torch.randn(len(LENS), 4, 64)
-    expected = reference_attention(q, *linear[:3], return_lse=True, **FORMATS)
-    table = segment.block_table
-    results: Any = reference_attention(
-        q, *segment[:3], block_table=table, return_lse=True, **FORMATS
-    )
-    assert all(map(torch.equal, results, expected))
-    options = FORMATS | {"return_lse": True, "backend": "reference"}
-    results = decode_attention(q, *segment[:3], block_table=table, **options)
-    assert torch.equal(results[0], expected[0].float())
-    assert torch.equal(results[1], expected[1].float())
 
 
 def test_pages_and_their_table_may_have_any_strides() -> None:

@@ -64,13 +64,6 @@ def test_attention_does_not_see_the_basis(kind: str, windows: tuple[int, int]) -
     assert given[2].abs().max() == 0 and float(given_lse[2, 0]) == -math.inf
 
 
-def test_only_the_log_sum_exp_gets_the_missing_score_back() -> None:
-    chosen = basis("matrix")
-    q = torch.randn(3, 6, DIM)
-    expected = torch.einsum("bhgd,hd->bhg", q.view(3, HEADS, 3, DIM), chosen.offset).flatten(1)
-    torch.testing.assert_close(chosen.missing_score(q), expected)
-
-
 def test_offsets_save_what_four_bits_lose() -> None:
     k, v = tokens(23)
     k[..., 3] += 200

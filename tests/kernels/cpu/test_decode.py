@@ -191,8 +191,8 @@ def test_segments_of_other_formats_and_rings_are_merged(num_splits: int | None) 
         k_rows, v_rows = make_rows(fmt, counts, 2), make_rows(fmt, counts, 2)
         segments.append(Segment(k_rows, v_rows, lens(*counts), fmt, fmt))
     last = segments.pop()
-    for _ in range(3):  # rings that begin anywhere
-        given = [*segments, ring_of(last.k_rows, last.v_rows, last.seq_lens, bf16, 0)]
+    for _ in range(3):  # rings with sinks that begin anywhere, at any sequence slots
+        given = [*segments, ring_of(last.k_rows, last.v_rows, last.seq_lens, bf16, 2)]
         options: dict[str, Any] = {"return_lse": True, "num_splits": num_splits, "backend": "cpu"}
         found = attend_segments(q, given, **options)
         assert_close(found, reference_over_segments(q, given), LIMIT)
