@@ -66,14 +66,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 @pytest.mark.parametrize(
-    "formats", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int3", "int2")], ids="/".join
+    ("formats", "recent_len"),
+    [
+        *((pair, 0) for pair in (("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int3", "int2"))),
+        *((pair, 40) for pair in (("int4-g4", "int4-g4"), ("int8", "int4"))),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_is_launched_was_told(name: str, formats: tuple[str, str], cuda: FakeDriver) -> None:
+def test_what_is_launched_was_told(
+    name: str, formats: tuple[str, str], recent_len: int, cuda: FakeDriver
+) -> None:
+    """Also beside tokens in 16 bit."""
     layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
     layout = layer.layout
     pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
-    check_told(calls(layer), pages, cuda)
+    check_told(calls(layer, recent_len=recent_len), pages, cuda)
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -88,17 +96,6 @@ def test_what_is_launched_with_k_and_v_apart_was_told(
         torch.zeros(200, page, HEADS, n, dtype=torch.uint8).transpose(1, 2) for n in (k, v)
     )
     check_told(calls(LayerRows(layout, 0.1), page_size=page, row_bytes=(k, v)), pages, cuda)
-
-
-@pytest.mark.parametrize("formats", [("int4-g4", "int4-g4"), ("int8", "int4")], ids="/".join)
-@pytest.mark.parametrize("name", LAYERS)
-def test_what_is_launched_beside_tokens_in_16_bit_was_told(
-    name: str, formats: tuple[str, str], cuda: FakeDriver
-) -> None:
-    layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
-    layout = layer.layout
-    pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
-    check_told(calls(layer, recent_len=40), pages, cuda)
 
 
 def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from refusals import refused
@@ -285,14 +284,3 @@ def test_what_was_made_in_inference_mode_is_refused_outside_of_it() -> None:
                 append_rows(**call, backend=backend)
         with torch.inference_mode():
             append_rows(**call)
-
-
-def test_no_tokens_are_no_mistake() -> None:
-    call = arguments()
-    empty = torch.from_numpy(np.empty((0, HEADS, 64), np.float32))
-    slots = Slots(*[torch.empty(0, dtype=torch.int64)] * 3)
-    call |= {"k": empty, "v": empty[..., :0].expand(0, HEADS, 0), "slots": slots, "rope": None}
-    call["v"] = torch.from_numpy(np.empty((0, HEADS, 96), np.float32))
-    for backend in ("cpu", "reference"):
-        append_rows(**call, backend=backend)
-    assert not call["k_rows"].any()

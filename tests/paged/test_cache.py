@@ -57,15 +57,6 @@ def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
             assert torch.equal(ours[:, :45], theirs[0, :, :45])
 
 
-def test_nbytes_counts_every_tensor() -> None:
-    cache = make()
-    tensors = {id(x): x for x in cache.rows.layers[0] if isinstance(x, torch.Tensor)}
-    # K and V of each sequence slot: its kept sinks, and what a drafted step lets leave its window
-    kept = 2 * 4 * HEADS * (SINKS + RECENT) * 2 * DIM
-    expected = LAYERS * (sum(x.nbytes for x in tensors.values()) + kept)
-    assert cache.nbytes == expected + cache.bad_rows.nbytes
-
-
 def test_a_prefix_is_found_with_its_sinks_after_the_step_that_wrote_it() -> None:
     cache = make()
     batch = PagedBatch(cache, 4, 100)
