@@ -300,14 +300,6 @@ def test_attention_to_a_layer_without_tokens_is_refused(how: str, windows: Any) 
     assert cache.attend(1, torch.ones(cache.batch, 4, DIM)).any()
 
 
-def test_sequences_without_tokens_attend_beside_others() -> None:
-    cache = make()
-    for lens in ([0, 0, 0], [0, 3, 0]):  # the host does not look at tensors of counts on CUDA
-        cache.append(0, tokens(3), tokens(3), lens)
-        out = cache.attend(0, torch.ones(BATCH, 4, DIM))
-        assert out.flatten(1).any(1).tolist() == [n > 0 for n in lens]
-
-
 def test_what_is_recorded_may_attend_before_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that is captured, or compiled, while the cache is empty."""
     cache, q = make(), torch.ones(BATCH, 4, DIM)

@@ -17,13 +17,7 @@ from engine_pages import exact
 from relative_l2 import relative_l2
 from torch.nn.functional import rms_norm, silu
 
-from kvquant import (
-    AttentionVariant,
-    RowFormat,
-    ShapeError,
-    dequantize_rows,
-    quantize_rows,
-)
+from kvquant import AttentionVariant, RowFormat, ShapeError, dequantize_rows, quantize_rows
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import append, attend, describe_step

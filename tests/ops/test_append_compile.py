@@ -110,7 +110,6 @@ def test_layers_of_a_pool_are_written_in_place_and_read_in_order(compiler: str) 
             k_rows, v_rows = pool[layer, 0], pool[layer, 1]
             append_rows(x, x, k_rows, v_rows, slots, **formats)
             out = decode_attention(x, k_rows, v_rows, lens + 1, block_table=table, **formats)
-            assert isinstance(out, torch.Tensor)
             x = x + out
         return x
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, OnCuda, make_query, make_segment
 from relative_l2 import relative_l2
-from segment_cases import lens
+from segment_cases import lens, packed
 
 from kvquant import (
     RowFormat,
@@ -31,23 +31,13 @@ BACKENDS = ("cpu", "reference")
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4, "return_lse": True}
 
 
-def packed(
-    *shape: int, k_format: RowFormat = INT4, v_format: RowFormat = INT4
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V rows of normal values, [*shape, row_bytes]."""
-    return (
-        quantize_rows(torch.randn(*shape, k_format.head_dim), k_format),
-        quantize_rows(torch.randn(*shape, v_format.head_dim), v_format),
-    )
-
-
 @pytest.mark.parametrize("ratio", [1, 3, 8])
 @pytest.mark.parametrize("sm_scale", [None, 0.3])
 def test_the_reference_is_torchs_attention_on_dequantized_rows(
     ratio: int, sm_scale: float | None
 ) -> None:
     v_format = RowFormat.parse("int8-g2", 96)
-    k_rows, v_rows = packed(2, 2, 21, v_format=v_format)
+    k_rows, v_rows = packed(2, 2, 21), packed(2, 2, 21, fmt=v_format)
     q = torch.randn(2, 2 * ratio, 64)
     given: Any = (q, k_rows, v_rows, lens(21, 13))
     options: Any = {"k_format": "int4-g4", "v_format": v_format, "sm_scale": sm_scale}
@@ -70,7 +60,7 @@ def test_the_reference_is_torchs_attention_on_dequantized_rows(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sequence_without_tokens_gives_zeros_and_minus_inf(backend: str) -> None:
     rows = torch.full((3, 2, 4, INT4.row_bytes), 255, dtype=torch.uint8)  # every row is NaN
-    rows[1] = packed(2, 4)[0]
+    rows[1] = packed(2, 4)
     q = torch.randn(3, 4, 64)
     for seq_lens in (lens(0, 4, 0), lens(0, 0, 0)):
         out, lse = decode_attention(q, rows, rows, seq_lens, **BOTH, backend=backend)
@@ -83,14 +73,13 @@ def test_a_sequence_without_tokens_gives_zeros_and_minus_inf(backend: str) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: str) -> None:
-    k_rows, v_rows = packed(1, 2, 9)
+    k_rows, v_rows = packed(1, 2, 9), packed(1, 2, 9)
     q = torch.randn(1, 4, 64).to(dtype)
     options: Any = {"k_format": INT4, "v_format": INT4, "backend": backend}
     out, lse = decode_attention(q, k_rows, v_rows, lens(9), **options, return_lse=True)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     alone = decode_attention(q, k_rows, v_rows, lens(9), **options)
-    assert isinstance(alone, torch.Tensor)
     assert torch.equal(alone, out)
     exact = reference_attention(q, k_rows, v_rows, lens(9), k_format=INT4, v_format=INT4)
     # integer products of 16-bit queries (kernels/cpu/integers.py) round by parts of the greatest
@@ -104,7 +93,7 @@ def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> Non
     q = torch.randn(1, 4, 64)
     for at in (0, 17, 299):
         for spoiled in (0, 1):
-            rows = packed(1, 2, 300)
+            rows = packed(1, 2, 300), packed(1, 2, 300)
             rows[spoiled][0, 1, at] = bad
             out, lse = decode_attention(q, *rows, lens(300), **BOTH, backend=backend)
             assert bool(out[0, :2].isfinite().all()), "the other KV head"
@@ -142,14 +131,14 @@ def test_a_missing_extra_is_told_after_what_does_not_fit(
 
 
 def test_calls_without_query_heads_are_checked() -> None:
-    k_rows, v_rows = packed(1, 2, 9)
+    k_rows, v_rows = packed(1, 2, 9), packed(1, 2, 9)
     for seq_len in (-1, 10):
         with pytest.raises(ShapeError, match="seq_lens of sequence 0"):
             decode_attention(torch.zeros(1, 0, 64), k_rows, v_rows, lens(seq_len), **BOTH)
 
 
 def test_queries_and_variants_are_checked_for_rows_in_a_basis() -> None:
-    k_rows, v_rows = packed(1, 2, 9)
+    k_rows, v_rows = packed(1, 2, 9), packed(1, 2, 9)
     basis = LayerBasis(*(Basis(torch.zeros(2, 64)) for _ in "kv"))
     segments = [Segment(k_rows, v_rows, lens(9), INT4, INT4)]
     q = torch.zeros(1, 4, 64)

@@ -127,21 +127,8 @@ def test_any_bytes_decode_as_in_torch(fmt: RowFormat) -> None:
     if fmt.is_exact:
         return
     # every pair of special scales and shifts over all codes
-    special = torch.tensor(
-        [
-            0.0,
-            -0.0,
-            2**-24,
-            -(2**-24),
-            2**-14,
-            1.0,
-            -1 / 3,
-            65504.0,
-            torch.inf,
-            -torch.inf,
-            torch.nan,
-        ]
-    ).half()
+    numbers = [0.0, 2**-24, 2**-14, 1.0, 1 / 3, 65504.0, torch.inf, torch.nan]
+    special = torch.tensor([*numbers, *(-x for x in numbers)]).half()
     pairs = torch.cartesian_prod(special, special)
     rows = torch.randint(0, 256, (len(pairs), 3, fmt.row_bytes), dtype=torch.uint8)
     rows[..., : fmt.header_bytes] = pairs.repeat(1, fmt.groups).view(torch.uint8)[:, None]
