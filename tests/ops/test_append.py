@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from append_cases import angles
 from slow_cases import mark_slow
 
 from kvquant import (
@@ -66,11 +67,6 @@ def one_by_one(
             row(rows, packed)[:] = quantize_rows(new, fmt, check=False, backend="reference")
 
 
-def angles(num_tokens: int, rotary_dim: int, interleaved: bool = False) -> Rope:
-    theta = 100 * torch.rand(num_tokens, rotary_dim // 2)
-    return Rope(theta.cos(), theta.sin(), interleaved)
-
-
 def some_slots(num_tokens: int) -> Slots:
     """Every kind: packed, packed and exact, exact with one that leaves, nowhere."""
     packed = torch.randperm(PAGES * PAGE_SIZE)
@@ -105,7 +101,7 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         k, v = (3 * torch.randn(9, HEADS, dim).to(dtype) for dim in (k_dim, v_dim))
         offsets = [torch.randn(HEADS, dim) for dim in (k_dim, v_dim)]
         transforms = [Basis(x) if with_offset else None for x in offsets]
-        rope = angles(9, k_dim // 2, interleaved=k_dim == 80) if with_rope else None
+        rope = angles(9, k_dim // 2)._replace(interleaved=k_dim == 80) if with_rope else None
         slots = some_slots(9)
         exact: list[torch.Tensor | None] = [None, None]
         formats = [RowFormat(exact_format or "bf16", 1, dim) for dim in (k_dim, v_dim)]

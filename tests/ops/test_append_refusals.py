@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from append_cases import angles
 from refusals import refused
 
-from kvquant import Basis, Rope, RowFormat, Slots, append_rows, debug, dequantize_pages
+from kvquant import Basis, RowFormat, Slots, append_rows, debug, dequantize_pages
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.ops import append as append_ops
 from kvquant.ops import rows_at
@@ -20,11 +21,6 @@ SEQ_SLOTS, EXACT_LEN = 3, 6
 
 def storage(fmt: RowFormat) -> torch.Tensor:
     return torch.zeros(PAGES, HEADS, PAGE_SIZE, fmt.row_bytes, dtype=torch.uint8)
-
-
-def angles(num_tokens: int, rotary_dim: int) -> Rope:
-    theta = torch.rand(num_tokens, rotary_dim // 2)
-    return Rope(theta.cos(), theta.sin())
 
 
 def arguments() -> dict[str, Any]:

@@ -49,8 +49,8 @@ def by_hand(
         variant: of attention.
         scale: of scores; 1 / sqrt(head_dim) when None.
     """
-    batch, q_len, num_q_heads, dim = q.shape
-    k, v = (x.double().repeat_interleave(num_q_heads // x.shape[1], 1) for x in (k, v))
+    (batch, q_len, num_q_heads, dim), kv_heads = q.shape, k.shape[1]
+    k, v = k.double(), v.double()
     out = torch.zeros(batch, q_len, num_q_heads, v.shape[-1], dtype=torch.float64)
     lse = torch.full((batch, q_len, num_q_heads), -torch.inf, dtype=torch.float64)
     cap, sinks, slopes, window, tree, offsets = variant
@@ -65,7 +65,8 @@ def by_hand(
                 seen = seen & (token > first + i - window)
             if not seen.any():
                 continue
-            scores = (keys[:, seen] @ q[b, i].double()[..., None])[..., 0]
+            queries = q[b, i].double().unflatten(0, (kv_heads, -1))
+            scores = torch.einsum("htd,hrd->hrt", keys[:, seen], queries).flatten(0, 1)
             scores *= dim**-0.5 if scale is None else scale
             scores = scores if offsets is None else scores + offsets[b, i][:, None]
             scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -74,5 +75,6 @@ def by_hand(
             of_sinks = scores[:, :0] if sinks is None else sinks[:, None].double()
             logits = torch.cat([scores, of_sinks], 1)
             lse[b, i] = logits.logsumexp(1)
-            out[b, i] = (logits.softmax(1)[:, None, : len(behind)] @ values[:, seen])[:, 0]
+            weights = logits.softmax(1)[:, : len(behind)].unflatten(0, (kv_heads, -1))
+            out[b, i] = torch.einsum("hrt,htd->hrd", weights, values[:, seen]).flatten(0, 1)
     return out, lse

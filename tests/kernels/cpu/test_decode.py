@@ -96,7 +96,7 @@ OTHERS = (0, (4, 2)), (0, (4, 8))  # several queries in pages of all other sizes
 def test_pages_smaller_than_a_block(case: tuple[int, tuple[int, int]]) -> None:
     page_size, (ratio, q_len) = case
     call = call_of(RAGGED, 2 * ratio, q_len=q_len if q_len > 1 else 0)
-    check_pages(*call, [page_size] if page_size else WHOLE, **BOTH)
+    check_pages(*call, sizes=[page_size] if page_size else WHOLE, **BOTH)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ SCALES: list[dict[str, Any]] = [{"sm_scale": x} for x in (0.0, 1e-3, -0.125, 2.0
 
 @pytest.mark.parametrize("options", SPLITS + SCALES, ids=str)
 def test_any_number_of_splits_and_any_softmax_scale(options: dict[str, Any]) -> None:
-    check(*call_of((300, 1, 0, 64)), **options, **BOTH)
+    check(*call_of((300, 1, 0, 64)), **options | BOTH)
 
 
 def test_rows_may_have_any_strides_but_their_own() -> None:

@@ -123,8 +123,9 @@ def test_any_pair_of_formats_and_ratio_of_heads(case: tuple[tuple[str, str], int
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_pages_smaller_than_a_block(ratio: int) -> None:
     """V has float32 products there: two rows of a vector would lie in two pages."""
-    q, *rows = call_of(RAGGED, 2 * ratio)
-    check_pages(q.bfloat16(), *rows, SMALL[:2], 2 * limit(q.bfloat16()), **BOTH)
+    x, *rows = call_of(RAGGED, 2 * ratio)
+    q = x.bfloat16()
+    check_pages(q, *rows, sizes=SMALL[:2], limit=2 * limit(q), **BOTH)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,7 +202,8 @@ def test_processors_without_a_feature_have_other_code(
 ) -> None:
     fmt = RowFormat.parse(name, 128)
     x, *rows = call_of((300, 5), formats=(fmt, fmt))
-    q, options = x.to(dtype), {"k_format": fmt, "v_format": fmt}
+    options: dict[str, Any] = {"k_format": fmt, "v_format": fmt}
+    q = x.to(dtype)
     expected = reference_attention(q, *rows, **options)
     assert relative_l2(attend(q, *rows, **options)[0], expected) <= limit(q, feature)
     kernel: Any = compiling._kernels[-1]
