@@ -113,18 +113,6 @@ def test_attention_sees_sinks_packed_and_recent_tokens() -> None:
     torch.testing.assert_close(lse.double(), wanted[1][:, 0], atol=1e-4, rtol=1e-5)
 
 
-def assert_same(one: KVCache, other: KVCache) -> None:
-    assert type(one) is type(other) is LatentKVCache
-    assert torch.equal(one.seq_lens, other.seq_lens)
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        for name, tensor in mine.tensors().items():
-            if tensor.ndim == 1:
-                assert torch.equal(tensor, theirs.tensors()[name]), name
-    for layer in range(one.num_layers):
-        for a, b in zip(one.dequantized(layer), other.dequantized(layer), strict=True):
-            assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("dtype", "sm_scale", "message"),
     [

@@ -12,7 +12,6 @@ from slow_cases import mark_slow
 
 from kvquant import (
     Basis,
-    Rope,
     RowFormat,
     Slots,
     append_rows,
@@ -23,6 +22,7 @@ from kvquant import (
 from kvquant.ops import append as append_ops
 from kvquant.rows.format import NAMES
 from kvquant.rows.quantize import is_nan_row
+from kvquant.rows.rotation import apply_rope
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7  # page sizes that attention does not take are stored too
 SEQ_SLOTS, EXACT_LEN = 3, 6
@@ -118,7 +118,7 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         options |= {"exact_format": exact_format or "bf16", "rope": rope, "backend": backend}
         append_rows(k, v, rows[0], rows[1], slots, k_format, v_format, **options)
         for side, x in enumerate((k, v)):
-            values = x.float() if side or rope is None else turned(x, rope)
+            values = x.float() if side or rope is None else apply_rope(x.float(), rope)
             values = values - offsets[side] if with_offset else values
             fmt = (k_format, v_format)[side]
             arrays = expected[side], expected_exact[side]
@@ -127,18 +127,6 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
             got, wanted = exact[side], expected_exact[side]
             if got is not None and wanted is not None:
                 assert torch.equal(got, wanted), (str(fmt), dtype)
-
-
-def turned(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE in float32, a channel at a time."""
-    out = x.float().clone()
-    half = rope.cos.shape[1]
-    for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + half)
-        x1, x2 = x[..., a].float(), x[..., b].float()
-        cos, sin = rope.cos[:, i, None], rope.sin[:, i, None]
-        out[..., a], out[..., b] = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

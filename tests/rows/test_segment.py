@@ -1,4 +1,4 @@
-"""Segments: what fits, and the order of a ring. Pages: paged/test_segments.py."""
+"""Segments: what fits, and which tokens queries see. Pages: paged/test_segments.py."""
 
 from __future__ import annotations
 
@@ -9,24 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvquant import RowFormat, quantize_rows
+from kvquant import RowFormat
 from kvquant.rows.segment import Segment, visible_rows, visible_tokens
 
 INT4 = RowFormat.parse("int4-g4", 64)
-INT8 = RowFormat.parse("int8", 96)
-
-
-def make(
-    *, batch: int = 2, heads: int = 3, capacity: int = 5, starts: list[int] | None = None
-) -> Segment:
-    return Segment(
-        quantize_rows(torch.randn(batch, heads, capacity, 64), INT4),
-        quantize_rows(torch.randn(batch, heads, capacity, 96), INT8),
-        torch.tensor([3, 5][:batch], dtype=torch.int32),
-        INT4,
-        INT8,
-        None if starts is None else torch.tensor(starts, dtype=torch.int32),
-    )
 
 
 def test_a_segment_without_room_is_allowed() -> None:
