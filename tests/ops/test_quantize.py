@@ -6,6 +6,8 @@ What the rows hold is tested in tests/rows/test_quantize.py.
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,21 +20,9 @@ from kvquant.rows.format import NAMES
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize(
-    x: torch.Tensor, fmt: RowFormat, *, check: bool = True, backend: str | None = "reference"
-) -> torch.Tensor:
-    """Quantize by the torch backend; kernels/cpu/test_rows.py holds the others to its bytes."""
-    return quantize_rows(x, fmt, check=check, backend=backend)
-
-
-def dequantize(
-    rows: torch.Tensor,
-    fmt: RowFormat,
-    dtype: torch.dtype = torch.float32,
-    *,
-    backend: str | None = "reference",
-) -> torch.Tensor:
-    return dequantize_rows(rows, fmt, dtype, backend=backend)
+# by the torch backend, to whose bytes kernels/cpu/test_rows.py holds the others
+quantize: Any = partial(quantize_rows, backend="reference")
+dequantize: Any = partial(dequantize_rows, backend="reference")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -149,10 +149,7 @@ def check_or_refused(batch: PagedBatch) -> bool:
 @pytest.mark.parametrize("windows", [(None,), WINDOWS], ids=["plain", "windows"])
 @pytest.mark.parametrize("case", mark_slow([*((c, 1) for c in CALLS), *FEW], FEW), ids=str)
 def test_an_interrupt_at_any_line_leaves_a_whole_cache(
-    tmp_path: Path,
-    case: tuple[str, int],
-    windows: Sequence[int | None],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, case: tuple[str, int], windows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged_state, "SPARE", 0)  # so that short sequences are past pages
     name, stride = case

@@ -20,6 +20,7 @@ from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+Make = Callable[[CachePlan], PagedKVCache]
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
@@ -132,10 +133,7 @@ def elsewhere(plan: CachePlan) -> CachePlan:
     ids=["no plan", "plan", "another"],
 )
 def test_rows_of_one_basis_are_not_loaded_into_another(
-    saved: Callable[[CachePlan], PagedKVCache],
-    ours: Callable[[CachePlan], PagedKVCache],
-    message: str,
-    tmp_path: Path,
+    saved: Make, ours: Make, message: str, tmp_path: Path
 ) -> None:
     plan = PLANS["matrix"]
     batch = PagedBatch(saved(plan), 4, 100)

@@ -1,6 +1,7 @@
 """Bases of stored rows, and the rounding that goes with them (5 s)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -183,12 +184,7 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(monkeypatch: pytest.Mo
     turned_by = []
 
     def affine_rows(
-        x: torch.Tensor,
-        matrix: torch.Tensor,
-        offset: torch.Tensor | None = None,
-        lens: torch.Tensor | None = None,
-        check: object = None,
-        overlaps: bool = False,
+        x: torch.Tensor, matrix: torch.Tensor, offset: Any = None, *_: object, **__: object
     ) -> torch.Tensor:
         turned_by.append(matrix)
         return _per_head(x, matrix, offset).to(x.dtype)

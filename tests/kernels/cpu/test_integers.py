@@ -52,14 +52,9 @@ PAIRS = [
 ]
 
 
-def attend(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, *rows: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's float32 result, before it is rounded to the dtype of q."""
+    k_rows, v_rows, seq_lens = rows
     segment = Segment(k_rows, v_rows, seq_lens, options["k_format"], options["v_format"])
     out, lse = decode.attend(AttentionCall(q, [segment], q.shape[-1] ** -0.5))
     assert out.dtype == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,24 +154,11 @@ def test_every_16_bit_number_is_quantized_as_in_torch(codec: str, dtype: torch.d
     "formats", [USUAL[:4], pytest.param(FORMATS, marks=pytest.mark.slow)], ids=["", "all"]
 )
 @settings(max_examples=150)
-@given(
-    st.data(),
-    st.integers(0, 2**32),
-    st.floats(-46, 4.8),
-    st.floats(-9, 4.8),
-    st.sampled_from((-1.0, 0.0, 1.0)),
-    st.booleans(),
-)
+@given(st.data(), st.integers(0, 2**32), st.floats(-46, 4.8), st.floats(-9, 4.8), st.booleans())
 def test_rows_of_any_magnitude_are_those_of_torch(
-    formats: list[RowFormat],
-    data: st.DataObject,
-    seed: int,
-    magnitude: float,
-    offset: float,
-    sign: float,
-    coarse: bool,
+    formats: list[RowFormat], data: Any, seed: int, magnitude: float, offset: float, coarse: bool
 ) -> None:
-    fmt = data.draw(st.sampled_from(formats))
+    fmt, sign = data.draw(st.sampled_from(formats)), data.draw(st.sampled_from((-1.0, 0.0, 1.0)))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(9, fmt.head_dim, generator=generator, dtype=torch.float64)
     x = (x * 4).round() / 8 if coarse else x
