@@ -14,7 +14,6 @@ from kvquant.rows.format import HEAD_DIMS, ROW_DIMS
 from kvquant.rows.format import NAMES as ALL_NAMES
 from kvquant.rows.quantize import dequantize
 
-CODECS = ("int2", "int3", "int4", "int8", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [name for name in ALL_NAMES if name not in EXACT_CODECS]
 
@@ -146,12 +145,3 @@ def test_the_greatest_fp16_is_held(name: str, limit: float) -> None:
     value = dequantize(quantize(x, fmt), fmt)
     assert bool(value.isfinite().all())
     assert value[5].item() == pytest.approx(limit, rel=2**-8)
-
-
-@pytest.mark.parametrize("codec", CODECS[2:])
-def test_groups_are_quantized_independently(codec: str) -> None:
-    x = torch.randn(4, 128) * torch.tensor([0.01, 1.0]).repeat_interleave(64)
-    both = dequantize(quantize(x, RowFormat(codec, 2, 128)), RowFormat(codec, 2, 128))
-    one = RowFormat(codec, 1, 64)
-    halves = [dequantize(quantize(half, one), one) for half in torch.split(x, 64, dim=-1)]
-    assert torch.equal(both, torch.cat(halves, dim=-1))
