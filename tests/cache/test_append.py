@@ -19,9 +19,9 @@ from kvquant.ops import append as append_ops
 from kvquant.rows.basis import Basis, LayerBasis
 
 
-def bases(device: str = "cpu") -> list[LayerBasis]:
+def bases() -> list[LayerBasis]:
     offset = torch.randn(HEADS, DIM)
-    return [LayerBasis(Basis(offset), Basis(-offset)).to(device)] * 2
+    return [LayerBasis(Basis(offset), Basis(-offset))] * 2
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def make(**options: Any) -> KVCache:
     return KVCache(options.pop("num_layers", 2), BATCH, HEADS, DIM, MAX, **options)
 
 
-def tokens(count: int, *, batch: int = BATCH, dim: int = DIM) -> torch.Tensor:
-    return torch.randn(batch, HEADS, count, dim)
+def tokens(count: int, *, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(BATCH, HEADS, count, dim)
 
 
 def everything(cache: KVCache) -> list[torch.Tensor]:

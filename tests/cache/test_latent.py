@@ -49,26 +49,21 @@ DIMS = {"latent_dim": 256, "rope_dim": 32}
 FORMAT = "int8-g4+int8-g8"
 
 
-FORMATS = {"cpu": FORMAT, "cuda": "int8-g4"}  # groups of 4 elements have no kernel on CUDA
+def make_cache(**options: Any) -> LatentKVCache:
+    given: Any = {"fmt": FORMAT, "sink_len": 2, "recent_len": 16, **DIMS, **options}
+    return LatentKVCache(2, 3, 96, **given)
 
 
-def make_cache(device: str = "cpu", **options: object) -> LatentKVCache:
-    given = {"fmt": FORMATS[device], "sink_len": 2, "recent_len": 16, **DIMS, **options}
-    return LatentKVCache(2, 3, 96, device=device, **given)  # type: ignore[arg-type]
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 1, count, 256), torch.randn(3, 1, count, 32)
 
 
-def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(3, 1, count, 256).to(device), torch.randn(3, 1, count, 32).to(device)
+def queries(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, *shape, 256), torch.randn(3, *shape, 32)
 
 
-def queries(*shape: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    pair = torch.randn(3, *shape, 256), torch.randn(3, *shape, 32)
-    return pair[0].to(device, dtype), pair[1].to(device, dtype)
-
-
-def layer_of(cache: KVCache, index: int = 0) -> LatentLayerCache:
-    layer = cache.layers[index]
+def layer_of(cache: KVCache) -> LatentLayerCache:
+    layer = cache.layers[0]
     assert isinstance(layer, LatentLayerCache)
     return layer
 

@@ -31,9 +31,9 @@ USUAL = ("int2", "int3", "int4", "int4-g4", "int8-g8", "fp8", "bf16", "fp16")  #
 TRANSFORMS = "as it comes", "offset", "rope", "all"
 
 
-def storage(fmt: RowFormat, pages: int = PAGES, page_size: int = PAGE_SIZE) -> torch.Tensor:
+def storage(fmt: RowFormat) -> torch.Tensor:
     """Rows of rubbish, in strides that are not those of a contiguous tensor."""
-    shape = (HEADS, pages, page_size, fmt.row_bytes + 3)
+    shape = (HEADS, PAGES, PAGE_SIZE, fmt.row_bytes + 3)
     return torch.randint(0, 256, shape, dtype=torch.uint8)[..., 2:-1].transpose(0, 1)
 
 

@@ -42,11 +42,11 @@ def batch(request: pytest.FixtureRequest) -> Batch:
     return KINDS[request.param]()
 
 
-def begin(batch: Batch, name: str, namespace: str | None, rows: Any = None) -> Any:
+def begin(batch: Batch, name: str, namespace: str | None) -> Any:
     """A sequence of the prompt, none of which is present in its namespace; its rows."""
     assert batch.cache.match_prefix(PROMPT, namespace=namespace) == 0
     assert batch.cache.allocate(name, PROMPT, namespace=namespace) == 0
-    return extend(batch, [name], 60, PROMPT, rows)
+    return extend(batch, [name], 60, PROMPT)
 
 
 def first(batch: Batch, name: str, count: int) -> list[torch.Tensor]:

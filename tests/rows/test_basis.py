@@ -29,9 +29,9 @@ def basis(kind: str, seed: int = 0, *, clip: float | None = None, feedback: bool
     )
 
 
-def tokens(count: int, batch: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(9)
-    k, v = torch.randn(2, batch, HEADS, count, DIM)
+    k, v = torch.randn(2, 3, HEADS, count, DIM)
     return k + 5 * torch.arange(DIM).eq(3), v
 
 
