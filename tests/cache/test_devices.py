@@ -30,16 +30,11 @@ WRONG: list[tuple[Any, type[KVQuantError], str]] = [
 ]
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 @pytest.mark.parametrize(("device", "error", "message"), WRONG, ids=str)
 def test_a_cache_needs_a_device_that_is_there(
-    device: Any, error: type[KVQuantError], message: str, no_gpu: None, tmp_path: Path
+    device: Any, error: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a machine without a GPU
     path = tmp_path / "cache.safetensors"
     save_cache(KVCache(1, 1, 1, 64, 8), path)
     makers: list[Callable[[], Any]] = [
