@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
-import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,11 +21,11 @@ from paged_cases import DIM as PAGED_DIM
 from paged_cases import begin, extend, new_rows
 from paged_cases import make as make_paged
 from slow_cases import mark_slow
-from small_caches import BATCH, DIM, HEADS, make, tokens
+from small_caches import BATCH, DIM, HEADS, assert_same, make, tokens
 from torch_operations import Operations
 
 import kvquant
-from kvquant import KVCache, debug
+from kvquant import debug
 from kvquant.cache.checks import check_options
 from kvquant.cache.layer import LayerCache
 from kvquant.errors import ConfigError, DeviceError, ShapeError
@@ -41,7 +39,6 @@ from kvquant.ops import slots as slot_ops
 from kvquant.ops.append import bind_append
 from kvquant.paged.batch import PagedBatch
 from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.bound import MOST_KINDS
 from kvquant.rows.call import AppendCall
 from kvquant.rows.rotation import Rope
 from kvquant.rows.variant import AttentionVariant
@@ -250,30 +247,6 @@ def test_compiled_steps_launch_the_same(cuda: FakeDriver, window: int | None) ->
     assert [at.longest for at in cache.layers] == [None, None], "the host cannot know"
 
 
-def test_a_copy_of_a_cache_appends_to_its_own_rows(cuda: FakeDriver) -> None:
-    cache, new = make(), tokens(1)
-    for _ in range(2):
-        cache.append(0, *new)
-    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert isinstance(copied, KVCache)
-        for _ in range(2):
-            place, write = launched(cuda, copied.append, 0, *new)
-            at = copied.layers[0]
-            assert place["seq_lens"] == at.seq_lens.data_ptr()
-            assert write["k.rows"] == at.k_packed.data_ptr()
-            assert write["v.exact_rows"] == at.v_exact_rows.data_ptr()
-            assert write["bad"] == copied.bad_rows.data_ptr()
-
-
-def test_few_kinds_are_remembered(cuda: FakeDriver) -> None:
-    cache = make()
-    for width in range(2 * MOST_KINDS):
-        padded = torch.zeros(BATCH, HEADS, 1, DIM + 8 * width).bfloat16()[..., :DIM]
-        cache.append(0, padded, padded)
-        cache.crop(0)
-        assert 1 <= len(cache.layers[0].bound) <= MOST_KINDS
-
-
 @mock.patch.object(torch.Tensor, "is_cuda", True)
 def test_a_step_that_was_taken_before_is_three_launches(cuda: FakeDriver) -> None:
     cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
@@ -423,9 +396,7 @@ def test_tensors_that_move_are_found_where_they_are() -> None:
         for layer, _ in enumerate(cache.layers):
             given = layer, q, *tokens(1)
             assert torch.equal(cache.step(*given), other.step(*given))
-    for at, expected in zip(cache.layers, other.layers, strict=True):
-        for name, tensor in at.tensors().items():
-            assert torch.equal(tensor, expected.tensors()[name]), name
+    assert_same(cache, other)
 
 
 def test_bound_appends_keep_no_new_rows() -> None:
@@ -457,8 +428,7 @@ def test_an_interrupted_append_leaves_no_tokens(
     assert at.longest == longest and torch.equal(at.seq_lens, expected.seq_lens)
     for one in (cache, other):
         one.append(0, *new)
-    for name, tensor in expected.tensors().items():
-        assert torch.equal(tensor, at.tensors()[name]), name
+    assert_same(cache, other)
 
 
 def interrupted(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:

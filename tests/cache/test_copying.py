@@ -45,15 +45,19 @@ def test_a_copy_of_a_kv_cache_goes_on_by_itself(way: str) -> None:
     for layer in range(2):
         cache.append(layer, *torch.randn(2, 2, 2, 40, 64))
     cache.start_positions[1] = 7
-    copied, before = WAYS[way](cache), [cache.dequantized(layer) for layer in range(2)]
-    rows, q = torch.randn(2, 2, 2, 9, 64), torch.randn(2, 4, 64)
+    rows, q = torch.randn(2, 2, 2, 10, 64), torch.randn(2, 4, 64)
     for layer in range(2):
-        copied.append(layer, *rows)
-        assert same(cache.dequantized(layer), before[layer])
-        cache.append(layer, *rows)
+        cache.append(layer, *rows[:, :, :, :1])
+        assert cache.layers[layer].bound, "the next such append is by the same launches"
+    copied, before = WAYS[way](cache), [cache.dequantized(layer) for layer in range(2)]
+    for layer in range(2):
+        for new in rows[:, :, :, 1:].split([1, 8], 3):
+            copied.append(layer, *new)
+            assert same(cache.dequantized(layer), before[layer])
+        cache.append(layer, *rows[:, :, :, 1:])
         assert torch.equal(cache.attend(layer, q), copied.attend(layer, q))
         assert same(cache.dequantized(layer), copied.dequantized(layer))
-    assert copied.positions.tolist() == cache.positions.tolist() == [49, 56]
+    assert copied.positions.tolist() == cache.positions.tolist() == [50, 57]
 
 
 @pytest.mark.parametrize("way", [*WAYS, "copy", "process"])

@@ -30,16 +30,11 @@ WRONG: list[tuple[Any, type[KVQuantError], str]] = [
 ]
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 @pytest.mark.parametrize(("device", "error", "message"), WRONG, ids=str)
 def test_a_cache_needs_a_device_that_is_there(
-    device: Any, error: type[KVQuantError], message: str, no_gpu: None, tmp_path: Path
+    device: Any, error: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a machine without a GPU
     path = tmp_path / "cache.safetensors"
     save_cache(KVCache(1, 1, 1, 64, 8), path)
     makers: list[Callable[[], Any]] = [
@@ -119,14 +114,11 @@ def test_nothing_is_saved_of_it_and_pages_refuse_too(tmp_path: Any) -> None:
     with pytest.raises(DeviceError, match="tells its nbytes alone"):
         save_cache(MAKE["KVCache"](device="meta"), tmp_path / "cache.safetensors")
     assert not [*tmp_path.iterdir()]
-    paged = MAKE["PagedKVCache"](device="meta")
-    with pytest.raises(DeviceError, match="tells its nbytes alone"):
-        paged.check()
-    with pytest.raises(DeviceError, match="tells its nbytes alone"):
-        paged.allocate("a")
+    paged, latent = (MAKE[kind](device="meta") for kind in ("PagedKVCache", "LatentKVCache"))
+    for call in (paged.check, lambda: paged.allocate("a"), latent.check):
+        with pytest.raises(DeviceError, match="tells its nbytes alone"):
+            call()
     assert not paged.ids
-    with pytest.raises(DeviceError, match="tells its nbytes alone"):
-        MAKE["LatentKVCache"](device="meta").check()
     with pytest.raises(KVQuantError):
         paged.dequantized("none", 0)
 

@@ -42,10 +42,8 @@ def test_a_step_is_append_and_attend(kind: str, return_lse: Any) -> None:
         found = one.step(0, q, k, v, sm_scale=0.2, return_lse=return_lse)
         other.append(0, k, v)
         wanted = other.attend(0, q, sm_scale=0.2, return_lse=return_lse)
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a, b)
-        for a, b in zip(one._tensors(), other._tensors(), strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, found, wanted))
+        assert all(map(torch.equal, one._tensors(), other._tensors()))
 
 
 def test_a_step_of_latents_is_append_and_attend() -> None:

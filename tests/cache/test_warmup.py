@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
-from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs, note_compiled
 from latent_plans import random_basis
 
 from kvquant import AttentionVariant, KVCache, LatentKVCache
@@ -22,7 +22,6 @@ from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.variant import names_of
@@ -184,10 +183,7 @@ def test_calls_that_are_not_possible_need_no_kernels(cuda: FakeDriver) -> None:
 def test_the_first_append_compiles_what_steps_will_need_too(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: compiled.append(specs))
-    monkeypatch.setattr(compiled_ahead, "_warm", set())
+    compiled = note_compiled(monkeypatch)
 
     def make_cold() -> KVCache:
         cache = KVCache(1, BATCH, HEADS, DIM, MAX)

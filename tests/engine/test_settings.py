@@ -9,7 +9,7 @@ import pytest
 import torch
 from example_plan import example_plan
 
-from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows, dequantize_pages
+from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows
 from kvquant.engine.settings import LatentSettings, Settings, rank_heads, tell_settings
 
 
@@ -27,14 +27,8 @@ def test_pages_hold_the_rows_of_both_sides_aligned_and_apart(names: tuple[str, s
         starts = rows.data_ptr() - pages.data_ptr(), rows.stride(0), rows.stride(1)
         assert not any(start % 16 for start in starts)  # as the CUDA kernels want pages
         assert rows.stride(2) % min(fmt.alignment, 16) == 0  # and rows
-    k, v = torch.randn(7, 2, 128), torch.randn(7, 2, 64)
-    slots = torch.tensor([3, 159, 64, 65, -1, 0, 31])
-    append_rows(k, v, k_rows, v_rows, slots, layout.k_format, layout.v_format)
-    for x, rows, fmt in ((k, k_rows, layout.k_format), (v, v_rows, layout.v_format)):
-        found = dequantize_pages(rows, fmt, slots, torch.float32)
-        error = (found - x)[slots >= 0].norm() / x.norm()
-        limits = {"bf16": 0.003, "int8": 0.01, "int3": 0.25, "int2": 0.6}
-        assert error < limits.get(str(fmt), 0.12)
+    k_rows.fill_(0)
+    assert bool((v_rows == 255).all()) and not k_rows.any(), "they share no byte"
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_pages import exact
 from relative_l2 import relative_l2
 from torch.nn.functional import rms_norm, silu
 
-from kvquant import (
-    AttentionVariant,
-    RowFormat,
-    ShapeError,
-    dequantize_rows,
-    quantize_rows,
-)
+from kvquant import AttentionVariant, RowFormat, ShapeError, dequantize_rows, quantize_rows
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import append, attend, describe_step
@@ -221,12 +216,7 @@ def reference(model: Model, ids: Sequence[int], fmt: RowFormat | None) -> torch.
         if fmt is not None:
             rows = (quantize_rows(x.float(), fmt) for x in (k, v))
             k, v = (dequantize_rows(one, fmt, torch.float32).to(q.dtype) for one in rows)
-        k, v = (x.repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * model.sm_scale
-        distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
-        window = model.windows[i] or len(k)
-        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        return exact(q, k, v, AttentionVariant(window=model.windows[i]), model.sm_scale)
 
     return model(torch.tensor(ids), torch.arange(len(ids)), plain)
 

@@ -6,12 +6,13 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from engine_pages import LATENT, LATENT_HEADS, ROPE
-from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs, note_compiled
 from latent_plans import random_basis
 
 from kvquant import AttentionVariant, Basis, LatentFormat, UnsupportedError
@@ -32,7 +33,6 @@ from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
-from kvquant.ops import attention, mla, rows_at, transform
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.slots import Split
 
@@ -62,23 +62,26 @@ def calls(layer: LayerRows, **options: Any) -> StepCalls:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
-    driver = install_for_caches(monkeypatch)
-    for module in (attention, mla, rows_at):
-        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
-    for one in (mla, transform):
-        monkeypatch.setattr(one, "takes_one_launch", lambda x, _: x.dtype in transform.DTYPES)
-    return driver
+    return install_for_steps(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "formats", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int3", "int2")], ids="/".join
+    ("formats", "recent_len"),
+    [
+        *((pair, 0) for pair in (("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int3", "int2"))),
+        *((pair, 40) for pair in (("int4-g4", "int4-g4"), ("int8", "int4"))),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_is_launched_was_told(name: str, formats: tuple[str, str], cuda: FakeDriver) -> None:
+def test_what_is_launched_was_told(
+    name: str, formats: tuple[str, str], recent_len: int, cuda: FakeDriver
+) -> None:
+    """Also beside tokens in 16 bit."""
     layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
     layout = layer.layout
     pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
-    check_told(calls(layer), pages, cuda)
+    check_told(calls(layer, recent_len=recent_len), pages, cuda)
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -93,17 +96,6 @@ def test_what_is_launched_with_k_and_v_apart_was_told(
         torch.zeros(200, page, HEADS, n, dtype=torch.uint8).transpose(1, 2) for n in (k, v)
     )
     check_told(calls(LayerRows(layout, 0.1), page_size=page, row_bytes=(k, v)), pages, cuda)
-
-
-@pytest.mark.parametrize("formats", [("int4-g4", "int4-g4"), ("int8", "int4")], ids="/".join)
-@pytest.mark.parametrize("name", LAYERS)
-def test_what_is_launched_beside_tokens_in_16_bit_was_told(
-    name: str, formats: tuple[str, str], cuda: FakeDriver
-) -> None:
-    layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
-    layout = layer.layout
-    pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
-    check_told(calls(layer, recent_len=40), pages, cuda)
 
 
 def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:
@@ -174,19 +166,9 @@ def int8_calls(scale: float = 0.1, name: str = "int8", **options: Any) -> StepCa
 
 @pytest.fixture
 def compiled(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that were compiled; the log hears of each."""
-    found: list[Any] = []
-
-    def compile_all(specs: Any, arch: str, report: Any) -> None:
-        found.extend(specs)
-        for spec in specs:
-            report(spec)
-
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
-    monkeypatch.setattr(compiled_ahead, "_warm", set())
+    """The kernels that were compiled, of each call; the log hears of each."""
     monkeypatch.setattr(warmup, "_begun", {})
-    return found
+    return note_compiled(monkeypatch)
 
 
 def test_layers_of_a_kind_are_compiled_once(compiled: list[Any]) -> None:
@@ -196,9 +178,9 @@ def test_layers_of_a_kind_are_compiled_once(compiled: list[Any]) -> None:
     warm_up_layers(GPU, layers)
     warm_up_layers(GPU, layers)
     wanted = kernels_of(layers[:1], runtime.gpu_of(CPU))
-    assert compiled == wanted
+    assert compiled == [wanted]
     warm_up_layers(GPU, [int8_calls(num_q_heads=16)])
-    assert len(compiled) > len(wanted)
+    assert len(compiled) == 2 and compiled[1]
 
 
 def test_an_engine_begins_to_compile_before_it_waits_for_that(
@@ -208,11 +190,11 @@ def test_an_engine_begins_to_compile_before_it_waits_for_that(
 
     def compile_all(specs: Any, *_: Any) -> None:
         assert may_go_on.wait(60)
-        compiled.extend(specs)
+        compiled.append(specs)
         raise UnsupportedError("what fails here fails again")
 
     def missing(specs: Any, arch: str) -> list[Any]:
-        return [spec for spec in specs if spec not in compiled]
+        return [spec for spec in specs if spec not in chain(*compiled)]
 
     monkeypatch.setattr(compiled_ahead, "missing", missing)
     monkeypatch.setattr(compiled_ahead, "compile_all", compile_all)
@@ -224,7 +206,7 @@ def test_an_engine_begins_to_compile_before_it_waits_for_that(
     assert len(warmup._begun) == 1 and not compiled
     may_go_on.set()
     warm_up_layers(GPU, [one])  # nothing is left to do, or it would raise
-    assert compiled == kernels_of([one], runtime.gpu_of(CPU))
+    assert compiled == [kernels_of([one], runtime.gpu_of(CPU))]
     with pytest.raises(UnsupportedError, match="fails again"):
         warm_up_layers(GPU, [int8_calls(name="int4")])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_pages import exact
 from relative_l2 import relative_l2
 
 from kvquant import AttentionVariant, Basis, dequantize_pages
@@ -127,8 +128,8 @@ class Engine:
 
     def read(self, place: int, one: Sequence) -> tuple[list[torch.Tensor], torch.Tensor]:
         """What a sequence of this step attends to: K and V, and whether they are of its slot."""
-        step, split, exact = self.window.step, self.window.split, self.layer.window
-        assert step is not None and exact is not None
+        step, split, kept = self.window.step, self.window.split, self.layer.window
+        assert step is not None and kept is not None
         packed_len, exact_len = int(step.packed_lens[place]), int(step.exact_lens[place])
         assert packed_len + exact_len == one.length
         token, first = torch.arange(one.length), PAGE if exact_len else 0
@@ -137,7 +138,7 @@ class Engine:
         assert pages == one.pages[first // PAGE :][: len(pages)]
         row = torch.where(token < PAGE, token, PAGE + (token - PAGE) % split.ring_len)
         slots = torch.where(in_slot, int(step.seq_slots[place]) * split.exact_len + row, -1)
-        sides = zip((exact.k_rows, exact.v_rows), (exact.k_format, exact.v_format), strict=True)
+        sides = zip((kept.k_rows, kept.v_rows), (kept.k_format, kept.v_format), strict=True)
         found = [dequantize_pages(rows, fmt, slots, torch.float32) for rows, fmt in sides]
         where = in_slot[:, None, None]
         return [
@@ -325,21 +326,5 @@ def test_attention_reads_16_bit_where_there_is(variant: dict[str, Any], has_basi
             past = decoded(before[place]) if place < len(before) else [k[:0], v[:0]]
             k, v = (torch.cat([x, y]) for x, y in zip(past, torch.stack(own, 1), strict=True))
         limit = 2**-7 if has_basis else 2e-5  # 16-bit rows are rounded in the basis
-        assert relative_l2(out[new], attention_of(q[new], k, v, variant)) < limit, place
-
-
-def attention_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: dict[str, Any]
-) -> torch.Tensor:
-    """Of the last tokens, in float64."""
-    k, v = (x.double().repeat_interleave(Q_HEADS // HEADS, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * SCALE
-    if cap := variant.get("soft_cap"):
-        scores = cap * (scores / cap).tanh()
-    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-    hidden = (distance < 0) | (distance >= variant.get("window", 1 << 30))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if "sink_logits" in variant:
-        sinks = variant["sink_logits"].double()[:, None, None].expand(-1, len(q), 1)
-        scores = torch.cat([scores, sinks], -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+        expected = exact(q[new], k, v, AttentionVariant(**variant), SCALE)
+        assert relative_l2(out[new], expected) < limit, place

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from append_cases import angles
 from slow_cases import mark_slow
 
 from kvquant import (
     Basis,
-    Rope,
     RowFormat,
     Slots,
     append_rows,
@@ -22,6 +22,7 @@ from kvquant import (
 from kvquant.ops import append as append_ops
 from kvquant.rows.format import NAMES
 from kvquant.rows.quantize import is_nan_row
+from kvquant.rows.rotation import apply_rope
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7  # page sizes that attention does not take are stored too
 SEQ_SLOTS, EXACT_LEN = 3, 6
@@ -30,9 +31,9 @@ USUAL = ("int2", "int3", "int4", "int4-g4", "int8-g8", "fp8", "bf16", "fp16")  #
 TRANSFORMS = "as it comes", "offset", "rope", "all"
 
 
-def storage(fmt: RowFormat, pages: int = PAGES, page_size: int = PAGE_SIZE) -> torch.Tensor:
+def storage(fmt: RowFormat) -> torch.Tensor:
     """Rows of rubbish, in strides that are not those of a contiguous tensor."""
-    shape = (HEADS, pages, page_size, fmt.row_bytes + 3)
+    shape = (HEADS, PAGES, PAGE_SIZE, fmt.row_bytes + 3)
     return torch.randint(0, 256, shape, dtype=torch.uint8)[..., 2:-1].transpose(0, 1)
 
 
@@ -64,11 +65,6 @@ def one_by_one(
                 row(exact_rows, exact)[:] = rounded
         if packed >= 0:
             row(rows, packed)[:] = quantize_rows(new, fmt, check=False, backend="reference")
-
-
-def angles(num_tokens: int, rotary_dim: int, interleaved: bool = False) -> Rope:
-    theta = 100 * torch.rand(num_tokens, rotary_dim // 2)
-    return Rope(theta.cos(), theta.sin(), interleaved)
 
 
 def some_slots(num_tokens: int) -> Slots:
@@ -105,7 +101,7 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         k, v = (3 * torch.randn(9, HEADS, dim).to(dtype) for dim in (k_dim, v_dim))
         offsets = [torch.randn(HEADS, dim) for dim in (k_dim, v_dim)]
         transforms = [Basis(x) if with_offset else None for x in offsets]
-        rope = angles(9, k_dim // 2, interleaved=k_dim == 80) if with_rope else None
+        rope = angles(9, k_dim // 2)._replace(interleaved=k_dim == 80) if with_rope else None
         slots = some_slots(9)
         exact: list[torch.Tensor | None] = [None, None]
         formats = [RowFormat(exact_format or "bf16", 1, dim) for dim in (k_dim, v_dim)]
@@ -122,7 +118,7 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         options |= {"exact_format": exact_format or "bf16", "rope": rope, "backend": backend}
         append_rows(k, v, rows[0], rows[1], slots, k_format, v_format, **options)
         for side, x in enumerate((k, v)):
-            values = x.float() if side or rope is None else turned(x, rope)
+            values = x.float() if side or rope is None else apply_rope(x.float(), rope)
             values = values - offsets[side] if with_offset else values
             fmt = (k_format, v_format)[side]
             arrays = expected[side], expected_exact[side]
@@ -131,18 +127,6 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
             got, wanted = exact[side], expected_exact[side]
             if got is not None and wanted is not None:
                 assert torch.equal(got, wanted), (str(fmt), dtype)
-
-
-def turned(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE in float32, a channel at a time."""
-    out = x.float().clone()
-    half = rope.cos.shape[1]
-    for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + half)
-        x1, x2 = x[..., a].float(), x[..., b].float()
-        cos, sin = rope.cos[:, i, None], rope.sin[:, i, None]
-        out[..., a], out[..., b] = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from append_cases import angles
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
@@ -21,7 +22,7 @@ from kvquant import (
     slots_of,
 )
 from kvquant.errors import ShapeError
-from kvquant.ops import append, rows_at
+from kvquant.ops import append, attention, rows_at
 
 INT4 = RowFormat.parse("int4-g4", 64)
 FP8 = RowFormat.parse("fp8", 96)
@@ -55,11 +56,6 @@ def make_slots(num_tokens: int) -> Slots:
     )
 
 
-def angles(num_tokens: int) -> Rope:
-    theta = torch.rand(num_tokens, 32)
-    return Rope(theta.cos(), theta.sin())
-
-
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str) -> None:
     weight = torch.randn(32, 2 * (64 + 96), requires_grad=True)
@@ -85,7 +81,7 @@ def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str)
     written, expected = make_storage(), make_storage()
     for num_tokens in (2, 5, 7, 11):
         x = torch.randn(num_tokens, 32)
-        slots, rope = make_slots(num_tokens), angles(num_tokens)
+        slots, rope = make_slots(num_tokens), angles(num_tokens, 64)
         k, v, out = compiled(x, slots, rope, written)
         # the same k and v: a compiled projection may differ in its last bits
         append_rows(
@@ -110,7 +106,6 @@ def test_layers_of_a_pool_are_written_in_place_and_read_in_order(compiler: str) 
             k_rows, v_rows = pool[layer, 0], pool[layer, 1]
             append_rows(x, x, k_rows, v_rows, slots, **formats)
             out = decode_attention(x, k_rows, v_rows, lens + 1, block_table=table, **formats)
-            assert isinstance(out, torch.Tensor)
             x = x + out
         return x
 
@@ -160,20 +155,26 @@ def test_values_are_checked_where_a_graph_runs() -> None:
         compiled(torch.tensor([7, -1, 1, 7]))
 
 
+OPS = {append: "append_rows_op", rows_at: "dequantize_pages_op"}
+OPS[attention] = "attend_segments_op"
+
+
 def no_op(*_: object) -> None:
     raise AssertionError("the dispatcher takes time")
 
 
 def test_calls_outside_a_graph_do_not_pass_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append, "append_rows_op", no_op)
-    monkeypatch.setattr(rows_at, "dequantize_pages_op", no_op)
+    for module, name in OPS.items():
+        monkeypatch.setattr(module, name, no_op)
     rows, x = make_storage(), torch.randn(4, 2, 64)
     append_rows(x, x, rows["k_rows"], rows["k_rows"].clone(), torch.arange(4), INT4, INT4)
     dequantize_pages(rows["k_rows"], INT4, torch.arange(4), torch.float16)
+    q, given, lens = torch.randn(3, 2, 64), rows["k_rows"], torch.ones(3, dtype=torch.int32)
+    decode_attention(q, given, given, lens, k_format=INT4, v_format=INT4)
 
 
 def append_arguments(exact: bool) -> tuple[Any, ...]:
-    rows, slots, rope = make_storage(), make_slots(5), angles(5)
+    rows, slots, rope = make_storage(), make_slots(5), angles(5, 64)
     k, v = torch.randn(5, 2, 64), torch.randn(5, 2, 96)
     if not exact:
         slots, rows = Slots(slots.packed), rows | {"exact_k": None, "exact_v": None}

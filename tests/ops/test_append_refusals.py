@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from append_cases import angles
 from refusals import refused
 
-from kvquant import Basis, Rope, RowFormat, Slots, append_rows, debug, dequantize_pages
+from kvquant import Basis, RowFormat, Slots, append_rows, debug, dequantize_pages
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.ops import append as append_ops
 from kvquant.ops import rows_at
@@ -21,11 +21,6 @@ SEQ_SLOTS, EXACT_LEN = 3, 6
 
 def storage(fmt: RowFormat) -> torch.Tensor:
     return torch.zeros(PAGES, HEADS, PAGE_SIZE, fmt.row_bytes, dtype=torch.uint8)
-
-
-def angles(num_tokens: int, rotary_dim: int) -> Rope:
-    theta = torch.rand(num_tokens, rotary_dim // 2)
-    return Rope(theta.cos(), theta.sin())
 
 
 def arguments() -> dict[str, Any]:
@@ -285,14 +280,3 @@ def test_what_was_made_in_inference_mode_is_refused_outside_of_it() -> None:
                 append_rows(**call, backend=backend)
         with torch.inference_mode():
             append_rows(**call)
-
-
-def test_no_tokens_are_no_mistake() -> None:
-    call = arguments()
-    empty = torch.from_numpy(np.empty((0, HEADS, 64), np.float32))
-    slots = Slots(*[torch.empty(0, dtype=torch.int64)] * 3)
-    call |= {"k": empty, "v": empty[..., :0].expand(0, HEADS, 0), "slots": slots, "rope": None}
-    call["v"] = torch.from_numpy(np.empty((0, HEADS, 96), np.float32))
-    for backend in ("cpu", "reference"):
-        append_rows(**call, backend=backend)
-    assert not call["k_rows"].any()

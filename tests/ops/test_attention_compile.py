@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from attend import attend_segments
+from segment_cases import packed as rows_of
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvquant import Basis, KVCache, RowFormat, decode_attention, quantize_rows
+from kvquant import Basis, KVCache, RowFormat, decode_attention
 from kvquant.errors import ShapeError
-from kvquant.ops import attention
 from kvquant.rows.basis import LayerBasis
-from kvquant.rows.segment import Segment
 from kvquant.rows.variant import PLAIN
 
 INT4 = RowFormat.parse("int4-g4", 64)
@@ -44,10 +42,7 @@ def _fresh_compiler() -> None:
 
 def packed(batch: int, capacity: int, v_format: RowFormat = INT4) -> Rows:
     """K rows, V rows and lengths."""
-    k_rows, v_rows = (
-        quantize_rows(torch.randn(batch, 2, capacity, fmt.head_dim), fmt)
-        for fmt in (INT4, v_format)
-    )
+    k_rows, v_rows = (rows_of(batch, 2, capacity, fmt=fmt) for fmt in (INT4, v_format))
     return k_rows, v_rows, torch.randint(1, capacity + 1, (batch,), dtype=torch.int32)
 
 
@@ -152,18 +147,6 @@ def test_values_are_checked_where_a_graph_runs() -> None:
     compiled(q, k_rows, v_rows, lens, **formats)
     with pytest.raises(ShapeError, match=r"seq_lens of sequence 0 is .*: there is room for 0 to 8"):
         compiled(q, k_rows, v_rows, lens + 8, **formats)
-
-
-def no_op(*_: object) -> None:
-    raise AssertionError("the dispatcher takes time")
-
-
-def test_calls_outside_a_graph_do_not_pass_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    k_rows, v_rows, lens = packed(2, 8)
-    q = torch.randn(2, 4, 64)
-    monkeypatch.setattr(attention, "attend_segments_op", no_op)
-    decode_attention(q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4)
-    attend_segments(q, [Segment(k_rows, v_rows, lens, INT4, INT4)])
 
 
 def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from decode_rows import State, lens
+from decode_rows import lens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_cases import HEADS, assert_close, packed, segments_of
 from slow_cases import mark_slow
+from variant_cases import by_hand
 
 from kvquant import RowFormat, decode_attention
 from kvquant.rows.reference import reference_over_segments
@@ -21,25 +22,6 @@ BACKENDS = ("cpu", "reference")
 LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
 INT4 = RowFormat.parse("int4-g4", 64)
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
-
-
-def plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: list[int], q_lens: list[int]
-) -> State:
-    """Attention of each query by itself, in float64, to K and V in the order of the tokens."""
-    batch, q_len, num_q_heads, dim = q.shape
-    out = torch.zeros(batch, q_len, num_q_heads, v.shape[-1], dtype=torch.float64)
-    lse = torch.full((batch, q_len, num_q_heads), -torch.inf, dtype=torch.float64)
-    for b, count in enumerate(counts):
-        for i in range(q_lens[b]):
-            seen = count - q_lens[b] + i + 1
-            if seen > 0:
-                keys, values = k[b, :, :seen].double(), v[b, :, :seen].double()
-                heads = q[b, i].double().view(k.shape[1], -1, dim)
-                scores = heads @ keys.transpose(-1, -2) / dim**0.5
-                lse[b, i] = scores.logsumexp(-1).flatten()
-                out[b, i] = (scores.softmax(-1) @ values).flatten(0, 1)
-    return out, lse
 
 
 LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 40])
@@ -66,7 +48,7 @@ def test_each_query_sees_the_tokens_up_to_its_own(case: tuple[str, int, tuple[in
         if is_ragged:
             for b, count in enumerate(queries):
                 q[b, count:] = torch.nan
-        expected = plain(q, keys, values, counts, queries if is_ragged else [q_len] * len(each))
+        expected = by_hand(q, keys, values, counts, queries if is_ragged else [q_len] * len(each))
         q_lens = lens(*queries) if is_ragged else None
         exact = reference_over_segments(q, segments, None, q_lens)
         assert_close(exact, expected, 1e-12 if kind != "cache" else 1e-6)

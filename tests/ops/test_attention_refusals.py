@@ -223,13 +223,7 @@ def test_a_settled_call_is_not_checked_again_but_any_other_is(
 
 
 def test_it_is_refused_while_a_graph_is_traced() -> None:
-    traced = (
-        "it must be [batch, num_q",
-        "the last axis",
-        "use int32",
-        "format 'int5'",
-        "num_q_heads a",
-    )
+    traced = "it must be [batch, num_q", "the last", "use int32", "format 'int5'", "num_q_heads a"
     for change, text in CASES + NUMBERS[:-1]:
         if "num_splits" not in change and not text.rpartition(": ")[2].startswith(traced):
             continue

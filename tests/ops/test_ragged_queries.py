@@ -104,15 +104,21 @@ def test_variants(names: tuple[str, ...], backend: str) -> None:
         assert_close(found, expected, LIMIT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["none", "matrix"])
-@pytest.mark.parametrize("names", [(), ("soft_cap", "sink_logits", "window")], ids=len)
-def test_rows_in_a_basis(names: tuple[str, ...], kind: str, backend: str) -> None:
+def in_basis(kind: str) -> tuple[KVCache, LayerBasis]:
+    """A cache of LENS tokens in a basis without or with a matrix."""
     matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
     basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), matrix) for _ in "kv"))
     cache = KVCache(1, 5, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
     k, v = torch.randn(2, 5, HEADS, 40, 64)
     cache.append(0, k, v, LENS)
+    return cache, basis
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["none", "matrix"])
+@pytest.mark.parametrize("names", [(), ("soft_cap", "sink_logits", "window")], ids=len)
+def test_rows_in_a_basis(names: tuple[str, ...], kind: str, backend: str) -> None:
+    cache, basis = in_basis(kind)
     q, at = torch.randn(sum(CHUNKS), 4, 64), indptr(CHUNKS)
     variant = variant_with(names, len(LENS), 1, 4)
     options: dict[str, Any] = {"q_indptr": at, "variant": variant, "backend": backend}
@@ -208,11 +214,7 @@ def test_one_graph_serves_all_counts(compiler: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "matrix"])
 def test_a_basis_in_a_graph(kind: str) -> None:
     torch._dynamo.reset()
-    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), matrix) for _ in "kv"))
-    cache = KVCache(1, 5, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
-    k, v = torch.randn(2, 5, HEADS, 40, 64)
-    cache.append(0, k, v, LENS)
+    cache, basis = in_basis(kind)
 
     def call(q: torch.Tensor, at: torch.Tensor) -> Any:
         options: dict[str, Any] = {"basis": basis, "return_lse": True}

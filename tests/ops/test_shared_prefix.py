@@ -56,24 +56,6 @@ def shared(
     return prefix, rest, Segment(whole[0], whole[1], whole_lens, INT4, INT8)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("sharing", [(0, 1, 2), (2, 0), ()], ids=["all", "some", "none"])
-def test_it_is_attention_over_the_whole_sequences(sharing: tuple[int, ...], backend: str) -> None:
-    prefix, own, whole = shared(40, (9, 1, 17), sharing)
-    q = torch.randn(3, 6, 64)
-    members = None if len(sharing) == 3 else torch.tensor(sharing, dtype=torch.int64)
-    if sharing == (2, 0):
-        members = torch.tensor([-1, 2, 0, -1])
-    found: Any = attend_shared(
-        q, prefix, [own], members=members, sm_scale=0.3, return_lse=True, backend=backend
-    )
-    expected = attend_segments(q, [whole], sm_scale=0.3, return_lse=True, backend="reference")
-    for one, other in zip(found, expected, strict=True):
-        assert relative_l2(one, other) < 1e-5
-    out = attend_shared(q, prefix, [own], members=members, sm_scale=0.3, backend=backend)
-    assert torch.equal(out, found[0])
-
-
 def queries(device: str) -> tuple[torch.Tensor, float]:
     """[3, 3, 6, 64], and the largest error of their results."""
     q = torch.randn(3, 3, 6, 64, device=device)

@@ -148,23 +148,6 @@ def test_rows_are_those_of_a_kv_cache_after_any_chunks(data: st.DataObject) -> N
         assert torch.equal(store.exact_rows("v"), layer.v_exact_rows)
 
 
-def test_the_slots_of_a_window_can_be_read_off() -> None:
-    lens, packed_lens = torch.tensor([5, 1]), torch.tensor([1, 0])
-    slots = slots_of(lens, packed_lens, torch.tensor([3, 1]), 4, 10, sink_len=1, recent_len=3)
-    assert slots.exact is not None and slots.evicted is not None
-    # sequence 0 has the sink, packed token 1, and tokens 2, 3, 4 in rows 2, 3, 1 of sequence slot
-    # 0; now come 5, 6, 7, and 2, 3, 4 leave. Sequence 1 has the sink; token 1 goes into row 1 of
-    # sequence slot 1
-    assert slots.packed.tolist() == [-1] * 8
-    assert slots.exact.tolist() == [2, 3, 1, -1, 5, -1, -1, -1]
-    assert slots.evicted.tolist() == [1, 2, 3, -1, -1, -1, -1, -1]
-    many = slots_of(lens[:1], packed_lens[:1], None, 5, 10, sink_len=1, recent_len=3)
-    assert many.exact is not None and many.evicted is not None
-    assert many.packed.tolist() == [4, 5, -1, -1, -1], "pushed out in the same call"
-    assert many.exact.tolist() == [-1, -1, 1, 2, 3]
-    assert many.evicted.tolist() == [-1, -1, 3, 1, 2]
-
-
 def test_without_exact_rows_there_are_packed_slots_only() -> None:
     table = torch.tensor([[7, 2], [0, 1]], dtype=torch.int32)
     lens = torch.tensor([3, 0], dtype=torch.int32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import arguments_of, install
+from fake_cuda import FakeDriver, arguments_of
 from relative_l2 import relative_l2
 
 from kvquant import KVCache
@@ -15,53 +15,60 @@ from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.ops import transform
 from kvquant.rows.basis import Basis, LayerBasis
 
+MATRIX = Basis(torch.ones(2, 64), torch.eye(64).repeat(2, 1, 1))
 
-def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install(monkeypatch)
-    monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
-    offset, matrix = torch.ones(2, 64), torch.eye(64).repeat(2, 1, 1)
-    bases = [Basis(offset), Basis(offset, matrix)]
-    for k, v, launches in ((0, 0, 1), (1, 0, 2), (1, 1, 2)):
-        cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(bases[k], bases[v])])
-        cache.append(0, *torch.randn(2, 3, 2, 1, 64))
-        cuda.launched.clear()
+
+def make(k: Basis, v: Basis) -> KVCache:
+    """A cache with a token of each sequence."""
+    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(k, v)])
+    cache.append(0, *torch.randn(2, 3, 2, 1, 64))
+    return cache
+
+
+@pytest.fixture
+def on_cuda(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A GPU that turns queries of 16 bit by one launch; the CPU attends."""
+    chosen = {torch.bfloat16, torch.float16}
+    monkeypatch.setattr(
+        transform, "takes_one_launch", lambda q, of: q.dtype in chosen and of != "reference"
+    )
+    return cuda
+
+
+def test_attention_turns_by_two_launches(on_cuda: FakeDriver) -> None:
+    plain = Basis(torch.ones(2, 64))
+    for k, v, launches in ((plain, plain, 1), (MATRIX, plain, 2), (MATRIX, MATRIX, 2)):
+        cache = make(k, v)
+        on_cuda.launched.clear()
         cache.attend(0, torch.zeros(3, 6, 64).bfloat16())
-        assert len(cuda.launched) == launches
-        given = arguments_of(AffineSpec(64), cuda.launched[-1].arguments)
+        assert len(on_cuda.launched) == launches
+        given = arguments_of(AffineSpec(64), on_cuda.launched[-1].arguments)
         assert given["seq_lens"] == cache.layers[0].seq_lens.data_ptr()
     with pytest.raises(ShapeError, match="does not fit"):
         cache.attend(0, torch.zeros(3, 5, 64).bfloat16())
 
 
-def test_several_queries_turn_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install(monkeypatch)
-    monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
-    basis = Basis(torch.ones(2, 64), torch.eye(64).repeat(2, 1, 1))
-    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
-    cache.append(0, *torch.randn(2, 3, 2, 1, 64))
-    q_lens = torch.tensor([4, 1, 0], dtype=torch.int32)
+def test_several_queries_turn_by_two_launches(on_cuda: FakeDriver) -> None:
+    cache, q_lens = make(MATRIX, MATRIX), torch.tensor([4, 1, 0], dtype=torch.int32)
     for return_lse in (False, True):
-        cuda.launched.clear()
+        on_cuda.launched.clear()
         found = cache.attend(0, torch.zeros(3, 4, 6, 64).bfloat16(), q_lens, return_lse=return_lse)
         out = found[0] if return_lse else found
         assert isinstance(out, torch.Tensor) and out.shape == (3, 4, 6, 64)
-        assert len(cuda.launched) == 2
-        assert not cuda.launched[-1].overlaps, "what queries see was computed since"
-        for launched in cuda.launched:
-            assert launched.grid == cuda.launched[0].grid and launched.grid[0] >= 1
+        assert len(on_cuda.launched) == 2
+        assert not on_cuda.launched[-1].overlaps, "what queries see was computed since"
+        for launched in on_cuda.launched:
+            assert launched.grid == on_cuda.launched[0].grid and launched.grid[0] >= 1
             given = arguments_of(AffineSpec(64), launched.arguments)
-            assert bool(given["seq_lens"]) == (launched is cuda.launched[-1])
+            assert bool(given["seq_lens"]) == (launched is on_cuda.launched[-1])
 
 
-def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install(monkeypatch)
-    monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: backend != "reference")
-    basis = Basis(torch.zeros(2, 64), torch.eye(64).repeat(2, 1, 1))
-    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
+def test_compiled_attention_turns_by_two_launches(on_cuda: FakeDriver) -> None:
+    cache, q = make(MATRIX, MATRIX), torch.zeros(3, 6, 64).half()
+    on_cuda.launched.clear()
     compiled = torch.compile(lambda q: cache.attend(0, q), fullgraph=True, backend="eager")
-    q = torch.zeros(3, 6, 64).half()
     out = compiled(q)
-    assert isinstance(out, torch.Tensor) and out.shape == q.shape and len(cuda.launched) == 2
+    assert isinstance(out, torch.Tensor) and out.shape == q.shape and len(on_cuda.launched) == 2
     with pytest.raises(Exception, match="a multiple of num_kv_heads"):
         compiled(q[:, :5])
 

@@ -31,11 +31,10 @@ from paged_cases import (
 from paged_plans import PLANS, make_paged
 from row_kinds import KINDS
 
-from kvquant import KVCache, Rope
-from kvquant.errors import ConfigError, NonFiniteError, OutOfPagesError, ShapeError
+from kvquant import KVCache
+from kvquant.errors import ConfigError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.rows.rotation import apply_rope
 
 
 def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
@@ -56,15 +55,6 @@ def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
         expected = contiguous.dequantized(layer)
         for ours, theirs in zip(cache.dequantized("b", layer), expected, strict=True):
             assert torch.equal(ours[:, :45], theirs[0, :, :45])
-
-
-def test_nbytes_counts_every_tensor() -> None:
-    cache = make()
-    tensors = {id(x): x for x in cache.rows.layers[0] if isinstance(x, torch.Tensor)}
-    # K and V of each sequence slot: its kept sinks, and what a drafted step lets leave its window
-    kept = 2 * 4 * HEADS * (SINKS + RECENT) * 2 * DIM
-    expected = LAYERS * (sum(x.nbytes for x in tensors.values()) + kept)
-    assert cache.nbytes == expected + cache.bad_rows.nbytes
 
 
 def test_a_prefix_is_found_with_its_sinks_after_the_step_that_wrote_it() -> None:
@@ -165,36 +155,6 @@ def test_positions_are_those_of_the_new_tokens() -> None:
     extend(batch, ["b", "a"], [3, 2])
     assert batch.positions.tolist() == [0, 1, 2, 5, 6, 0, 0, 0]
     assert batch.positions.data_ptr() == address
-
-
-def test_bad_values_are_counted_and_decode_to_nan() -> None:
-    cache = make()
-    batch = PagedBatch(cache, 4, 100)
-    rows = new_rows(10)
-    rows[0, 1, 0, 5], rows[1, 4, :, 0] = torch.nan, torch.inf
-    cache.allocate("a")
-    extend(batch, ["a"], 10, rows=rows)
-    assert cache.bad_rows.tolist() == [LAYERS, HEADS * LAYERS]
-    words = rf"{LAYERS} rows of K and {HEADS * LAYERS} of V came with NaN.*free the sequences"
-    with pytest.raises(NonFiniteError, match=words):
-        cache.check()
-    cache.check()  # once is enough
-    k, v = cache.dequantized("a", 0)
-    assert k[0, 1].isnan().all() and not k[1].isnan().any()
-    assert v[:, 4].isnan().all()
-
-
-def test_rope_is_that_of_append_rows() -> None:
-    angles = torch.rand(9, DIM // 2)
-    rope = Rope(angles.cos(), angles.sin())
-    batch, other = (PagedBatch(make(), 2, 50) for _ in range(2))
-    k, v = new_rows(9)
-    for at, key, turn in ((batch, k, rope), (other, apply_rope(k, rope), None)):
-        at.cache.allocate("a")
-        with at.extend(["a"], 9):
-            for layer in range(LAYERS):
-                at.append(layer, key, v.to(key.dtype), rope=turn)
-    assert same(values(batch.cache, "a"), values(other.cache, "a"))
 
 
 @pytest.mark.parametrize(

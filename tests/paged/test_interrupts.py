@@ -69,35 +69,23 @@ def shown(cache: PagedKVCache, name: Any) -> list[int]:
     return found
 
 
-def swapped(batch: PagedBatch, _: Path) -> None:
-    batch.cache.swap_out("a")
-    batch.cache.finish_swaps()
-
-
-def nothing(_batch: PagedBatch, _path: Path) -> None:
-    pass
-
-
 def cut(batch: PagedBatch) -> int:
     """A length that a may be cut to: a window has only its last pages."""
     return 38 if any(batch.cache.windows) else 20
 
 
 Call = Callable[[PagedBatch, Path], Any]
-CALLS: dict[str, tuple[Call, Call]] = {
-    "allocate": (nothing, lambda batch, _: batch.cache.allocate("n", Z)),
-    "fork": (nothing, lambda batch, _: batch.cache.fork("a", "n")),
-    "free": (nothing, lambda batch, _: batch.cache.free("a")),
-    "forget": (nothing, lambda batch, _: batch.cache.forget_prefixes()),
-    "truncate": (nothing, lambda batch, _: batch.cache.truncate("a", cut(batch))),
-    "swap out": (nothing, lambda batch, _: batch.cache.swap_out("a")),
-    "swap in": (swapped, lambda batch, _: batch.cache.swap_in("a")),
-    "load": (nothing, lambda batch, path: load_sequences(batch.cache, path, ids={"a": "n"})),
-    "step": (
-        nothing,
-        lambda batch, _: grow(
-            batch, ["a", "c", "b"], [20, 18, 2], [*range(45, 65), *range(51, 69), 70, 71]
-        ),
+CALLS: dict[str, Call] = {
+    "allocate": lambda batch, _: batch.cache.allocate("n", Z),
+    "fork": lambda batch, _: batch.cache.fork("a", "n"),
+    "free": lambda batch, _: batch.cache.free("a"),
+    "forget": lambda batch, _: batch.cache.forget_prefixes(),
+    "truncate": lambda batch, _: batch.cache.truncate("a", cut(batch)),
+    "swap out": lambda batch, _: batch.cache.swap_out("a"),
+    "swap in": lambda batch, _: batch.cache.swap_in("a"),
+    "load": lambda batch, path: load_sequences(batch.cache, path, ids={"a": "n"}),
+    "step": lambda batch, _: grow(
+        batch, ["a", "c", "b"], [20, 18, 2], [*range(45, 65), *range(51, 69), 70, 71]
     ),
 }
 
@@ -161,24 +149,18 @@ def check_or_refused(batch: PagedBatch) -> bool:
 @pytest.mark.parametrize("windows", [(None,), WINDOWS], ids=["plain", "windows"])
 @pytest.mark.parametrize("case", mark_slow([*((c, 1) for c in CALLS), *FEW], FEW), ids=str)
 def test_an_interrupt_at_any_line_leaves_a_whole_cache(
-    tmp_path: Path,
-    case: tuple[str, int],
-    windows: Sequence[int | None],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, case: tuple[str, int], windows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged_state, "SPARE", 0)  # so that short sequences are past pages
     name, stride = case
-    before, call = CALLS[name]
-    path = tmp_path / "x.safetensors"
+    call, path = CALLS[name], tmp_path / "x.safetensors"
     save_sequences(filled(windows).cache, ["a"], path)
-    torn, number, stride = (
-        0,
-        1,
-        stride * (3 if name in ("forget", "load", "step") else 1),
-    )  # of many lines
+    torn, number, stride = 0, 1, stride * (3 if name in ("forget", "load", "step") else 1)
     while True:
         batch = filled(windows)
-        before(batch, path)
+        if name == "swap in":
+            batch.cache.swap_out("a")
+            batch.cache.finish_swaps()
         if not interrupted(lambda batch=batch: call(batch, path), FILES, number):  # type: ignore[misc]
             break
         torn += not check_or_refused(batch)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import latent_pages
 import pytest
 import torch
 from invariants import check_invariants
-from paged_cases import SINKS, extend, make, same, seen, values
+from paged_cases import SINKS, extend, make, same, seen
 
 from kvquant import LatentPagedBatch
 from kvquant.errors import ConfigError
-from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 
 PROMPT, WINDOWS = list(range(60)), {"windows": [None, 20]}
@@ -44,11 +42,11 @@ def batch(request: pytest.FixtureRequest) -> Batch:
     return KINDS[request.param]()
 
 
-def begin(batch: Batch, name: str, namespace: str | None, rows: Any = None) -> Any:
+def begin(batch: Batch, name: str, namespace: str | None) -> Any:
     """A sequence of the prompt, none of which is present in its namespace; its rows."""
     assert batch.cache.match_prefix(PROMPT, namespace=namespace) == 0
     assert batch.cache.allocate(name, PROMPT, namespace=namespace) == 0
-    return extend(batch, [name], 60, PROMPT, rows)
+    return extend(batch, [name], 60, PROMPT)
 
 
 def first(batch: Batch, name: str, count: int) -> list[torch.Tensor]:
@@ -90,24 +88,6 @@ def test_a_fork_whose_sinks_are_written_anew_keeps_the_namespace() -> None:
         assert batch.cache.match_prefix(text, namespace="one") == 51
         assert batch.cache.match_prefix(text) == 0
     check_invariants(batch.cache)
-
-
-def test_files_keep_the_namespace(
-    batch: Batch, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    begin(batch, "a", "one")
-    begin(batch, "b", "two")
-    begin(batch, "c", None)
-    path = save_sequences(batch.cache, ["a", "b", "c"], tmp_path / "saved.safetensors")
-    other = KINDS[request.node.callspec.params["batch"]]()
-    load_sequences(other.cache, path)
-    assert [other.cache.namespace(name) for name in "abc"] == ["one", "two", None]
-    for name, namespace in (("a", "one"), ("b", "two"), ("c", None)):
-        assert same(values(other.cache, name), values(batch.cache, name))
-        present = other.cache.allocate(f"{name}2", PROMPT, namespace=namespace)
-        assert present == found(batch, namespace) > 0
-        assert same(first(other, f"{name}2", present), first(batch, name, present))
-    check_invariants(other.cache)
 
 
 def test_more_namespaces_than_places_for_sinks() -> None:

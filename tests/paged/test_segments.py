@@ -11,7 +11,7 @@ import torch
 from attend import attend_segments
 from segment_cases import lens as int32
 
-from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
+from kvquant import RowFormat, debug, decode_attention, quantize_rows
 from kvquant.errors import ShapeError
 from kvquant.rows.segment import Segment, check_segment_values
 
@@ -45,22 +45,6 @@ def paged(page_size: int, lens: Sequence[int] = LENS) -> tuple[Segment, Segment]
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128, 256])
-def test_only_rows_in_use_are_read(page_size: int) -> None:
-    linear, segment = paged(page_size)
-    q = torch.randn(len(LENS), 4, 64)
-    expected = reference_attention(q, *linear[:3], return_lse=True, **FORMATS)
-    table = segment.block_table
-    results: Any = reference_attention(
-        q, *segment[:3], block_table=table, return_lse=True, **FORMATS
-    )
-    assert all(map(torch.equal, results, expected))
-    options = FORMATS | {"return_lse": True, "backend": "reference"}
-    results = decode_attention(q, *segment[:3], block_table=table, **options)
-    assert torch.equal(results[0], expected[0].float())
-    assert torch.equal(results[1], expected[1].float())
-
-
 def test_pages_and_their_table_may_have_any_strides() -> None:
     linear, segment = paged(32, (700, 0, 129, 1, 256))
     k_rows, v_rows, table = segment.k_rows, segment.v_rows, segment.block_table
@@ -75,12 +59,11 @@ def test_pages_and_their_table_may_have_any_strides() -> None:
     wide[::2, 1::3] = table
     q = torch.randn(5, 4, 64)
     expected = decode_attention(q, *linear[:3], **FORMATS)
-    assert isinstance(expected, torch.Tensor)
     for k_pages, v_pages in ((k_rows, v_rows), by_token, spread):
         for entries in (table, table.T.contiguous().T, wide[::2, 1::3]):
             options = FORMATS | {"block_table": entries}
             out = decode_attention(q, k_pages, v_pages, segment.seq_lens, **options)
-            assert isinstance(out, torch.Tensor) and torch.equal(out, expected)
+            assert torch.equal(out, expected)
 
 
 @BACKENDS
@@ -96,7 +79,6 @@ def test_a_pool_without_pages_serves_empty_sequences(max_pages: int, backend: st
     )
     assert segment.capacity == 16 * max_pages
     out = attend_segments(torch.randn(3, 4, 64), [segment], backend=backend)
-    assert isinstance(out, torch.Tensor)
     assert out.shape == (3, 4, 96) and not out.any()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from example_plan import example_plan
-from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs
+from fake_cuda import CPU, FakeDriver, install_for_steps, loaded_specs, note_compiled
 from latent_plans import random_basis
 
 from kvquant import AttentionVariant, LatentPagedBatch, LatentPagedKVCache, PagedBatch, PagedKVCache
@@ -17,7 +18,6 @@ from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth_splits
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.kernels.cuda.runtime import warmup as compiled_ahead
 from kvquant.kernels.cuda.runtime.warmup import kernels_of
 from kvquant.ops import shared_prefix as sharing
 from kvquant.paged.shared_prefix import pays
@@ -50,11 +50,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The specs that are compiled ahead."""
-    found: list[Any] = []
-    monkeypatch.setattr(compiled_ahead, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiled_ahead, "compile_all", lambda specs, *_: found.extend(specs))
-    return found
+    """The specs that are compiled ahead, of each call."""
+    return note_compiled(monkeypatch)
 
 
 def batch_of(cache: PagedKVCache, *sizes: int, **options: Any) -> Any:
@@ -123,8 +120,8 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
     batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
     run(batch)
-    assert [type(spec).__name__ for spec in compiled] == ["AppendSpec", "DecodeSpec"]
-    assert {*loaded_specs()} <= {*compiled} and not batch._is_cold
+    assert [type(spec).__name__ for spec in chain(*compiled)] == ["AppendSpec", "DecodeSpec"]
+    assert {*loaded_specs()} <= {*chain(*compiled)} and not batch._is_cold
 
 
 @pytest.mark.extra("cuda")
@@ -149,10 +146,10 @@ def test_steps_with_a_variant_are_told(
                     batch.append(layer, k, v)
                 else:
                     batch.step(layer, q, k, v, variant=variant, q_indptr=indptr)
-    decodes = [spec for spec in compiled if isinstance(spec, DecodeSpec)]
+    decodes = [spec for spec in chain(*compiled) if isinstance(spec, DecodeSpec)]
     assert decodes and {spec.variant for spec in decodes} == {("soft_cap",)}
     assert {spec.ragged for spec in decodes} == {False, True}
-    assert loaded_specs() and {*loaded_specs()} <= {*compiled}
+    assert loaded_specs() and {*loaded_specs()} <= {*chain(*compiled)}
 
 
 @pytest.mark.extra("cuda")
@@ -175,7 +172,7 @@ def test_the_first_ragged_queries_compile_what_all_steps_will_need(
                 batch.step(layer, q, k, v, q_indptr=batch.q_indptr)
         assert not batch._is_ragged_cold
     ragged = {spec for spec in loaded_specs() if getattr(spec, "ragged", False)}
-    assert len(ragged) > 1 and {*loaded_specs()} <= {*compiled}
+    assert len(ragged) > 1 and {*loaded_specs()} <= {*chain(*compiled)}
 
 
 @pytest.mark.extra("cuda")

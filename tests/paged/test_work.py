@@ -70,11 +70,7 @@ def test_sizes_beyond_the_memory_are_refused_before_any_is_taken(
     for name in ("zeros", "empty", "frombuffer"):
         monkeypatch.setattr(torch, name, lambda *args, **_: taken.append(args))
     for nbytes, call, words in (
-        (
-            cache.nbytes,
-            lambda: make(max_num_seqs=1),
-            "a cache of 12 pages and 1 sequence slots takes",
-        ),
+        (cache.nbytes, lambda: make(max_num_seqs=1), "a cache of 12 pages and 1 sequence s"),
         (batch.nbytes, lambda: PagedBatch(cache, 4), "a batch takes"),
         (10**9, lambda: make(max_num_seqs=10**7, sink_len=0, recent_len=0), "the bookkeeping of"),
     ):

@@ -1,6 +1,7 @@
 """Bases of stored rows, and the rounding that goes with them (5 s)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -28,22 +29,15 @@ def basis(kind: str, seed: int = 0, *, clip: float | None = None, feedback: bool
     )
 
 
-def tokens(count: int, batch: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(9)
-    k, v = torch.randn(2, batch, HEADS, count, DIM)
+    k, v = torch.randn(2, 3, HEADS, count, DIM)
     return k + 5 * torch.arange(DIM).eq(3), v
 
 
 def cache(bases: list[LayerBasis] | None, **options: object) -> KVCache:
     given = {"sink_len": 2, "recent_len": 5, "exact_format": "fp16", "bases": bases} | options
     return KVCache(1, 3, HEADS, DIM, 40, **given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["none", "matrix"])
-def test_decode_undoes_encode(kind: str) -> None:
-    x, _ = tokens(7)
-    chosen = basis(kind)
-    torch.testing.assert_close(chosen.decode(chosen.encode(x)), x, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["none", "matrix"])
@@ -62,28 +56,6 @@ def test_attention_does_not_see_the_basis(kind: str, windows: tuple[int, int]) -
     torch.testing.assert_close(given, out, atol=0.03, rtol=0.02)
     torch.testing.assert_close(given_lse, lse, atol=0.03, rtol=0.01)
     assert given[2].abs().max() == 0 and float(given_lse[2, 0]) == -math.inf
-
-
-def test_only_the_log_sum_exp_gets_the_missing_score_back() -> None:
-    chosen = basis("matrix")
-    q = torch.randn(3, 6, DIM)
-    expected = torch.einsum("bhgd,hd->bhg", q.view(3, HEADS, 3, DIM), chosen.offset).flatten(1)
-    torch.testing.assert_close(chosen.missing_score(q), expected)
-
-
-def test_offsets_save_what_four_bits_lose() -> None:
-    k, v = tokens(23)
-    k[..., 3] += 200
-    centred = Basis(k.mean((0, 2)))
-    lossy, kept = (
-        cache(None, k_format="int4"),
-        cache([LayerBasis(centred, centred)], k_format="int4"),
-    )
-    errors = []
-    for one in (lossy, kept):
-        one.append(0, k, v)
-        errors.append(float((one.dequantized(0)[0] - k).square().mean()))
-    assert errors[1] < errors[0] / 100
 
 
 def test_feedback_lowers_the_error_that_is_weighed() -> None:
@@ -212,12 +184,7 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(monkeypatch: pytest.Mo
     turned_by = []
 
     def affine_rows(
-        x: torch.Tensor,
-        matrix: torch.Tensor,
-        offset: torch.Tensor | None = None,
-        lens: torch.Tensor | None = None,
-        check: object = None,
-        overlaps: bool = False,
+        x: torch.Tensor, matrix: torch.Tensor, offset: Any = None, *_: object, **__: object
     ) -> torch.Tensor:
         turned_by.append(matrix)
         return _per_head(x, matrix, offset).to(x.dtype)

@@ -1,64 +1,18 @@
-"""Segments: what fits, and the order of a ring. Pages: paged/test_segments.py."""
+"""Segments: what fits, and which tokens queries see. Pages: paged/test_segments.py."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvquant import RowFormat, dequantize_rows, quantize_rows
-from kvquant.ops.quantize import dequantize_segment
+from kvquant import RowFormat
 from kvquant.rows.segment import Segment, visible_rows, visible_tokens
 
 INT4 = RowFormat.parse("int4-g4", 64)
-INT8 = RowFormat.parse("int8", 96)
-
-
-def make(
-    *, batch: int = 2, heads: int = 3, capacity: int = 5, starts: list[int] | None = None
-) -> Segment:
-    return Segment(
-        quantize_rows(torch.randn(batch, heads, capacity, 64), INT4),
-        quantize_rows(torch.randn(batch, heads, capacity, 96), INT8),
-        torch.tensor([3, 5][:batch], dtype=torch.int32),
-        INT4,
-        INT8,
-        None if starts is None else torch.tensor(starts, dtype=torch.int32),
-    )
-
-
-def test_tokens_come_from_row_0_without_starts() -> None:
-    segment = make()
-    assert segment.capacity == 5
-    for b, seq_len in enumerate((3, 5)):
-        k, v = segment.dequantized(b)
-        assert torch.equal(k, dequantize_rows(segment.k_rows[b, :, :seq_len], INT4))
-        assert torch.equal(v, dequantize_rows(segment.v_rows[b, :, :seq_len], INT8))
-
-
-@pytest.mark.parametrize("start", range(5))
-def test_a_ring_is_read_from_its_start_over_its_end(start: int) -> None:
-    segment = make(starts=[start, start])
-    for b, seq_len in enumerate((3, 5)):
-        slots = [(start + i) % 5 for i in range(seq_len)]
-        k, v = dequantize_segment(segment, b, torch.bfloat16)
-        assert torch.equal(k, dequantize_rows(segment.k_rows[b][:, slots], INT4, torch.bfloat16))
-        assert torch.equal(v, dequantize_rows(segment.v_rows[b][:, slots], INT8, torch.bfloat16))
-
-
-@pytest.mark.parametrize("seq_slot", [0, 1])
-@pytest.mark.parametrize("start", range(3))
-def test_sinks_stay_and_the_ring_closes_behind_them(start: int, seq_slot: int) -> None:
-    segment = make(starts=[start, start])._replace(sinks=2)
-    segment = segment._replace(seq_slots=torch.tensor([seq_slot, 1], dtype=torch.int32))
-    for b, seq_len in enumerate((3, 5)):
-        slots = [0, 1, *(2 + (start + i) % 3 for i in range(3))][:seq_len]
-        rows = segment.rows(b, "k")
-        assert torch.equal(rows, segment.k_rows[seq_slot if b == 0 else 1][:, slots])
 
 
 def test_a_segment_without_room_is_allowed() -> None:

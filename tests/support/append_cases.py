@@ -86,6 +86,11 @@ def latent_case(name: str, **options: Any) -> dict[str, Any]:
     return {"k": k, "v": v, **dims, "pages": "latent", "tokens": 14, "hostile": True, **options}
 
 
+def angles(num_tokens: int, rotary_dim: int) -> Rope:
+    theta = 7 * torch.rand(num_tokens, rotary_dim // 2)
+    return Rope(theta.cos(), theta.sin())
+
+
 def append(*, backend: str | None = None, **arguments: Any) -> None:
     """append_rows, for any Encoding: kernels serve more of them than there are kinds of a Basis."""
     call = record(**arguments)
@@ -168,8 +173,8 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
         rounding = _rounding(case, name, fmt.head_dim, device)
         call[f"{name}_transform"] = Encoding(offset, *rounding)
     if case.rotary_dim:
-        angles = torch.rand(case.tokens, case.rotary_dim // 2) * 7
-        call["rope"] = Rope(angles.cos().to(device), angles.sin().to(device), case.interleaved)
+        cos, sin, _ = angles(case.tokens, case.rotary_dim)
+        call["rope"] = Rope(cos.to(device), sin.to(device), case.interleaved)
     call |= {"k": new[0], "v": new[1], "k_rows": rows[0], "v_rows": rows[1]}
     call["slots"] = _moved(slots, device)
     call["bad"] = torch.tensor([3, 4], dtype=torch.int32, device=device) if case.bad else None

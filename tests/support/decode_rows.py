@@ -45,6 +45,19 @@ def make_rows(
     return rows
 
 
+def call_of(
+    seq_lens: tuple[int, ...],
+    num_q_heads: int = 8,
+    formats: tuple[RowFormat, RowFormat] = (INT4, INT4),
+    q_len: int = 0,
+) -> Any:
+    """q, rows of K and of V with 2 heads, and lengths; q_len 0: q has no such axis."""
+    k_rows, v_rows = (make_rows(fmt, seq_lens, 2) for fmt in formats)
+    axes = (q_len, num_q_heads) if q_len else (num_q_heads,)
+    q = torch.randn(len(seq_lens), *axes, formats[0].head_dim)
+    return q, k_rows, v_rows, lens(*seq_lens)
+
+
 def state(q: torch.Tensor, *args: torch.Tensor, **options: Any) -> State:
     result = decode_attention(q, *args, return_lse=True, backend="cpu", **options)
     assert isinstance(result, tuple)
@@ -56,6 +69,7 @@ def check_pages(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     seq_lens: torch.Tensor,
+    *,
     sizes: Sequence[int] = WHOLE,
     limit: float = 0.0,
     **formats: Any,
@@ -111,14 +125,6 @@ def hard(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 KINDS = (
-    "peaked",
-    "all scores equal",
-    "scores zero",
-    "q of 1e4",
-    "one huge outlier",
-    "the greatest scale",
-    "the least scale",
-    "an offset",
-    "rising scores",
-    "falling scores",
-)
+    "peaked, all scores equal, scores zero, q of 1e4, one huge outlier, the greatest scale, "
+    "the least scale, an offset, rising scores, falling scores"
+).split(", ")

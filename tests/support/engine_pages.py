@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from variant_cases import by_hand
 
 from kvquant import AttentionVariant
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.latent import LatentRows, append_latents, attend_to_latents, latents_at
 from kvquant.engine.step import Step, append, attend
 from kvquant.rows.segment import Segment
+from kvquant.rows.variant import PLAIN
 
 PAGE = 16
 HEADS, Q_HEADS, DIM, SCALE = 2, 8, 64, 0.11  # of a layer with keys and values
@@ -161,23 +163,9 @@ def exact(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    variant: AttentionVariant = AttentionVariant(),  # noqa: B008
+    variant: AttentionVariant = PLAIN,
     scale: float = SCALE,
 ) -> torch.Tensor:
     """Attend with the last tokens, float64 on the CPU."""
-    ratio = q.shape[1] // k.shape[1]
-    q, (k, v) = q.cpu(), (x.cpu().double().repeat_interleave(ratio, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    distance = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
-    if variant.soft_cap is not None:
-        scores = variant.soft_cap * (scores / variant.soft_cap).tanh()
-    if variant.alibi_slopes is not None:
-        scores = scores + variant.alibi_slopes.double()[:, None, None] * distance
-    hidden = distance > 0
-    if variant.window is not None:
-        hidden |= distance <= -variant.window
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if variant.sink_logits is not None:
-        sinks = variant.sink_logits.double()[:, None, None].expand(-1, len(q), 1)
-        scores = torch.cat([scores, sinks], -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+    k, v = (x.cpu().transpose(0, 1)[None] for x in (k, v))
+    return by_hand(q.cpu()[None], k, v, [k.shape[2]], [len(q)], variant, scale)[0][0]

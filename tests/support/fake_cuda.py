@@ -15,12 +15,12 @@ import torch
 from kvquant import RowFormat, debug
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
-from kvquant.kernels.cuda.runtime import driver, workspace
+from kvquant.kernels.cuda.runtime import driver, warmup, workspace
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report
 from kvquant.kernels.cuda.runtime.spec import Spec, fields_of, layout_of
 from kvquant.ops import append as append_ops
-from kvquant.ops import attention, mla, transform
+from kvquant.ops import attention, mla, rows_at, transform
 from kvquant.ops import slots as slot_ops
 from kvquant.rows.segment import Segment
 
@@ -129,14 +129,29 @@ def install_for_caches(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def install_for_steps(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The same for whole steps: CUDA attends, too."""
-    for module in (attention, mla):
+    """The same for whole steps: CUDA attends and dequantizes, too."""
+    for module in (attention, mla, rows_at):
         monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
     for module in (transform, mla):
         monkeypatch.setattr(
             module, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
         )
     return install_for_caches(monkeypatch)
+
+
+def note_compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """Let no kernel be there, and none be compiled; note those of each call that would."""
+    found: list[list[Any]] = []
+
+    def compile_all(specs: list[Any], arch: str, report: Callable[[Any], object]) -> None:
+        found.append(list(specs))
+        for spec in specs:
+            report(spec)
+
+    monkeypatch.setattr(warmup, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(warmup, "compile_all", compile_all)
+    monkeypatch.setattr(warmup, "_warm", set())
+    return found
 
 
 def note_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from variant_cases import by_hand
 
 from kvquant import LatentPagedBatch, LatentPagedKVCache
 from kvquant.io.plan import CachePlan
@@ -89,19 +90,18 @@ def compare(
     limit: float | None = None,
 ) -> None:
     """The same of results; limit: of the relative error, that of LIMITS when None."""
-    many = pair[0].ndim == 4
-    both = torch.cat(pair, -1).double().cpu()
-    wanted = torch.zeros(out.shape, dtype=torch.float64)
-    wanted_lse = torch.full(out.shape[:-1], -math.inf, dtype=torch.float64)
+    many, dim = pair[0].ndim == 4, out.shape[-1]
+    both = torch.cat(pair, -1).cpu()
+    both = both if many else both[:, None]
+    wanted = torch.zeros(*both.shape[:-1], dim, dtype=torch.float64)
+    wanted_lse = torch.full(both.shape[:-1], -math.inf, dtype=torch.float64)
     for place, (name, count) in enumerate(zip(ids, counts, strict=True)):
-        parts = [part[0].double().cpu() for part in cache.dequantized(name, layer)]
-        keys, length = torch.cat(parts, -1), len(parts[0])
-        for i in range(count if many else 1):
-            at = (place, i) if many else (place,)
-            seen = length - count + i + 1 if many else length
-            scores = both[at] @ keys[:seen].T * SCALE
-            wanted[at] = scores.softmax(-1) @ parts[0][:seen]
-            wanted_lse[at] = scores.logsumexp(-1)
+        keys = torch.cat(cache.dequantized(name, layer), -1)[None].cpu()
+        of_one = both[place : place + 1], keys, keys[..., :dim], [keys.shape[2]]
+        (wanted[place],), (wanted_lse[place],) = by_hand(
+            *of_one, [count if many else 1], scale=SCALE
+        )
+    wanted, wanted_lse = wanted.view(out.shape), wanted_lse.view(out.shape[:-1])
     seen_by_none = wanted_lse.isinf()
     assert not out.cpu()[seen_by_none].any()
     error = (out.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-30)

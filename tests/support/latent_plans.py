@@ -35,14 +35,6 @@ def random_basis(latent_dim: int = 256, rope_dim: int = 32, seed: int = 0) -> La
     )
 
 
-def with_outliers(latent: torch.Tensor) -> torch.Tensor:
-    """Latents with a large offset in one channel of 32, and others of a large spread."""
-    latent = latent.clone()
-    latent[..., ::32] += 20
-    latent[..., 5::32] *= 15
-    return latent
-
-
 def latent_plan(
     num_layers: int = 2,
     config: Mapping[str, Any] = CONFIG,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from variant_cases import by_hand
 
 from kvquant import LatentFormat, dequantize_rows, quantize_rows
 from kvquant.rows.segment import Segment, latent_segment
@@ -126,14 +126,9 @@ def make_mla(
     numbers = torch.tensor(q_lens or [1] * batch, dtype=torch.int32)
     padding = torch.arange(q_len) >= numbers[:, None]
     q_latent[padding], q_rope[padding] = torch.nan, torch.nan
-    queries = torch.cat([q_latent, q_rope], -1).double()
-    scores = torch.einsum("bqhd,btd->bqht", queries, keys) * sm_scale
-    last_seen = seq_lens[:, None] - numbers[:, None] + torch.arange(q_len) + 1
-    hidden = (torch.arange(capacity) >= last_seen[..., None]) | padding[..., None]
-    scores = scores.masked_fill(hidden[:, :, None], -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-    out = torch.einsum("bqht,btd->bqhd", weights, keys[..., : dims[0]])
+    queries, keys = torch.cat([q_latent, q_rope], -1), keys[:, None]
+    of_rows = queries, keys, keys[..., : dims[0]], lens
+    out, lse = by_hand(*of_rows, q_lens or [1] * batch, scale=sm_scale)
     table = None
     if page_size:
         pages = capacity // page_size

@@ -14,6 +14,7 @@ from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.pool import SequenceId
 
 LAYERS, HEADS, DIM, PAGE, SINKS, RECENT = 2, 2, 64, 16, 3, 5
+Batch = PagedBatch | LatentPagedBatch
 
 
 def make(**options: Any) -> PagedKVCache:
@@ -46,7 +47,7 @@ def rows_of(cache: PagedKVCache, count: int) -> torch.Tensor | list[torch.Tensor
 
 
 def extend(
-    batch: PagedBatch | LatentPagedBatch,
+    batch: Batch,
     ids: Sequence[SequenceId],
     counts: int | Sequence[int] = 1,
     tokens: Sequence[int] | None = None,
@@ -61,12 +62,7 @@ def extend(
     return rows
 
 
-def begin(
-    batch: PagedBatch | LatentPagedBatch,
-    name: SequenceId,
-    count: int,
-    tokens: Sequence[int] | None = None,
-) -> Any:
+def begin(batch: Batch, name: SequenceId, count: int, tokens: Sequence[int] | None = None) -> Any:
     """A new sequence of so many tokens, none of them present."""
     assert batch.cache.allocate(name) == 0
     return extend(batch, [name], [count], tokens)

@@ -79,28 +79,19 @@ def make_prefix(
 def nothing_of_its_own(case: PrefixCase) -> Segment:
     """Segments of the sequences that hold no token."""
     prefix = case.prefix
-    batch, num_kv_heads = len(case.q), prefix.k_rows.shape[1]
-    k_rows, v_rows = (
-        torch.full(
-            (batch, num_kv_heads, 32, fmt.row_bytes),
-            GARBAGE,
-            dtype=torch.uint8,
-            device=case.q.device,
-        )
-        for fmt in (prefix.k_format, prefix.v_format)
-    )
-    lens = torch.zeros(batch, dtype=torch.int32, device=case.q.device)
-    return Segment(k_rows, v_rows, lens, prefix.k_format, prefix.v_format)
+    formats, shape = (prefix.k_format, prefix.v_format), (len(case.q), prefix.k_rows.shape[1], 32)
+    k_rows, v_rows = (_garbage(*shape, fmt.row_bytes, like=case.q) for fmt in formats)
+    lens = torch.zeros(len(case.q), dtype=torch.int32, device=case.q.device)
+    return Segment(k_rows, v_rows, lens, *formats)
+
+
+def _garbage(*shape: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full(shape, GARBAGE, dtype=torch.uint8, device=like.device)
 
 
 def _in_pages(rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
     """Rows [1, heads, tokens, row_bytes] in a pool of three pages more."""
-    pool = torch.full(
-        (len(pages) + 3, rows.shape[1], page_size, rows.shape[3]),
-        GARBAGE,
-        dtype=torch.uint8,
-        device=rows.device,
-    )
+    pool = _garbage(len(pages) + 3, rows.shape[1], page_size, rows.shape[3], like=rows)
     for page, some in zip(pages.tolist(), rows[0].split(page_size, dim=1), strict=True):
         pool[page, :, : some.shape[1]] = some
     return pool

@@ -26,6 +26,13 @@ def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]
     return k.to(device), v.to(device)
 
 
+def assert_same(cache: KVCache, other: KVCache) -> None:
+    """Compare all tensors of all layers, wherever they lie."""
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        for name, tensor in one.tensors().items():
+            assert torch.equal(tensor.cpu(), two.tensors()[name].cpu()), name
+
+
 def rounding_basis() -> LayerBasis:
     """Offsets, clip ratios and feedback. No matrix, whose products depend in their
     last bits on how many rows are multiplied."""

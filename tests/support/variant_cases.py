@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvquant import AttentionVariant
+from kvquant.rows.variant import PLAIN
 
 FIELDS = AttentionVariant._fields
 
@@ -35,9 +36,10 @@ def by_hand(
     v: torch.Tensor,
     counts: Sequence[int],
     q_lens: Sequence[int],
-    variant: AttentionVariant,
+    variant: AttentionVariant = PLAIN,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention score by score, in float64.
+    """Attention query by query, in float64: out and lse.
 
     Args:
         q: [batch, q_len, num_q_heads, head_dim].
@@ -45,29 +47,34 @@ def by_hand(
         counts: tokens of each sequence.
         q_lens: queries of each sequence.
         variant: of attention.
+        scale: of scores; 1 / sqrt(head_dim) when None.
     """
-    batch, q_len, num_q_heads, dim = q.shape
+    (batch, q_len, num_q_heads, dim), kv_heads = q.shape, k.shape[1]
+    k, v = k.double(), v.double()
     out = torch.zeros(batch, q_len, num_q_heads, v.shape[-1], dtype=torch.float64)
     lse = torch.full((batch, q_len, num_q_heads), -torch.inf, dtype=torch.float64)
     cap, sinks, slopes, window, tree, offsets = variant
     for b, count in enumerate(counts):
+        token, first = torch.arange(count), count - q_lens[b]  # the first one that has a query
+        keys, values = k[b, :, :count], v[b, :, :count]
         for i in range(q_lens[b]):
-            first = count - q_lens[b]  # of the tokens that have queries
-            seen = [t for t in range(count) if t <= first + i]
+            seen = token <= first + i
             if tree is not None and first + i >= 0:
-                seen = [t for t in range(count) if t < first or tree[b, i, t - first]]
+                seen = (token < first) | tree[b, i][(token - first).clamp(min=0)]
             if window is not None:
-                seen = [t for t in seen if t > first + i - window]
-            for h in range(num_q_heads if seen else 0):
-                kv_head, scores = h * k.shape[1] // num_q_heads, []
-                for t in seen:
-                    score = q[b, i, h].double() @ k[b, kv_head, t].double() / dim**0.5
-                    score = score if offsets is None else score + offsets[b, i, h]
-                    score = score if cap is None else cap * torch.tanh(score / cap)
-                    score = score if slopes is None else score + slopes[h] * (t - first - i)
-                    scores.append(score)
-                of_sink = [] if sinks is None else [sinks[h].double()]
-                logits = torch.stack(scores + of_sink)
-                lse[b, i, h] = logits.logsumexp(0)
-                out[b, i, h] = logits.softmax(0)[: len(seen)] @ v[b, kv_head, seen].double()
+                seen = seen & (token > first + i - window)
+            if not seen.any():
+                continue
+            queries = q[b, i].double().unflatten(0, (kv_heads, -1))
+            scores = torch.einsum("htd,hrd->hrt", keys[:, seen], queries).flatten(0, 1)
+            scores *= dim**-0.5 if scale is None else scale
+            scores = scores if offsets is None else scores + offsets[b, i][:, None]
+            scores = scores if cap is None else cap * torch.tanh(scores / cap)
+            behind = token[seen] - first - i
+            scores = scores if slopes is None else scores + slopes[:, None].double() * behind
+            of_sinks = scores[:, :0] if sinks is None else sinks[:, None].double()
+            logits = torch.cat([scores, of_sinks], 1)
+            lse[b, i] = logits.logsumexp(1)
+            weights = logits.softmax(1)[:, : len(behind)].unflatten(0, (kv_heads, -1))
+            out[b, i] = torch.einsum("hrt,htd->hrd", weights, values[:, seen]).flatten(0, 1)
     return out, lse

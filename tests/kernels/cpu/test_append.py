@@ -11,7 +11,6 @@ from append_cases import Case, append, differences, expected, make_call, results
 from slow_cases import mark_slow
 
 from kvquant import RowFormat, append_rows
-from kvquant.errors import ConfigError
 from kvquant.ops import append as append_ops
 from kvquant.rows.format import HEAD_DIMS
 from kvquant.rows.quantize import EXACT_DTYPES
@@ -89,19 +88,6 @@ def test_what_reads_as_negated_is_negated() -> None:
         append_rows(new, new, rows[0], rows[1], torch.arange(3), fmt, fmt)
         results.append(rows[0])
     assert torch.equal(*results)
-
-
-def test_rows_of_inference_mode_stay_as_they_are_outside_of_it() -> None:
-    fmt = RowFormat.parse("int4", 64)
-    x = torch.randn(3, 2, 64)
-    with torch.inference_mode():
-        rows = [torch.zeros(1, 2, 3, fmt.row_bytes, dtype=torch.uint8) for _ in "kv"]
-    with pytest.raises(ConfigError, match=r"made in torch.inference_mode\(\)"):
-        append_rows(x, x, rows[0], rows[1], torch.arange(3), fmt, fmt)
-    assert not any(bool(tensor.any()) for tensor in rows)
-    with torch.inference_mode():
-        append_rows(x, x, rows[0], rows[1], torch.arange(3), fmt, fmt)
-    assert all(bool(tensor.any()) for tensor in rows)
 
 
 def test_the_widest_row_fits() -> None:

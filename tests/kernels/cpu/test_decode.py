@@ -16,16 +16,16 @@ from decode_rows import (
     SMALL,
     WHOLE,
     State,
+    call_of,
     check_pages,
     hard,
     lens,
     make_rows,
-    nan_rows,
     packed,
     state,
 )
 from relative_l2 import relative_l2
-from segment_cases import assert_close
+from segment_cases import assert_close, ring_of
 from slow_cases import mark_slow
 from threads import run_in_threads
 
@@ -76,10 +76,9 @@ def check(q: torch.Tensor, *rows: torch.Tensor, **options: Any) -> State:
 
 @pytest.mark.parametrize("ratio", mark_slow([1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 32], [1, 4, 17]))
 def test_any_ratio_of_query_heads_to_kv_heads(ratio: int) -> None:
-    k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
-    q = torch.randn(len(RAGGED), 2 * ratio, 64)
-    check(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
-    check_pages(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
+    call = call_of(RAGGED, 2 * ratio)
+    check(*call, **BOTH)
+    check_pages(*call, **BOTH)
 
 
 OTHERS = (0, (4, 2)), (0, (4, 8))  # several queries in pages of all other sizes
@@ -96,10 +95,8 @@ OTHERS = (0, (4, 2)), (0, (4, 8))  # several queries in pages of all other sizes
 )
 def test_pages_smaller_than_a_block(case: tuple[int, tuple[int, int]]) -> None:
     page_size, (ratio, q_len) = case
-    sizes = [page_size] if page_size else WHOLE
-    k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
-    q = torch.randn(len(RAGGED), q_len, 2 * ratio, 64)
-    check_pages(q if q_len > 1 else q[:, 0], k_rows, v_rows, lens(*RAGGED), sizes, **BOTH)
+    call = call_of(RAGGED, 2 * ratio, q_len=q_len if q_len > 1 else 0)
+    check_pages(*call, sizes=[page_size] if page_size else WHOLE, **BOTH)
 
 
 @pytest.mark.parametrize(
@@ -109,31 +106,25 @@ def test_pages_smaller_than_a_block(case: tuple[int, tuple[int, int]]) -> None:
 )
 def test_any_pair_of_formats(pair: tuple[tuple[str, int, int], tuple[str, int, int]]) -> None:
     k_format, v_format = (RowFormat(*facts) for facts in pair)
-    seq_lens = (300, 0, 16, 1)
-    k_rows, v_rows = make_rows(k_format, seq_lens, 2), make_rows(v_format, seq_lens, 2)
-    q = torch.randn(4, 8, k_format.head_dim)
+    call = call_of((300, 0, 16, 1), formats=(k_format, v_format))
     options: dict[str, Any] = {"k_format": k_format, "v_format": v_format}
-    out, _ = check(q, k_rows, v_rows, lens(*seq_lens), **options)
+    out, _ = check(*call, **options)
     assert out.shape == (4, 8, v_format.head_dim)
-    check_pages(q, k_rows, v_rows, lens(*seq_lens), **options)
+    check_pages(*call, **options)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 7, 64, 1000])
-def test_splits_do_not_change_the_result(num_splits: int) -> None:
-    seq_lens = (300, 1, 0, 64)
-    k_rows, v_rows = make_rows(INT4, seq_lens, 2), make_rows(INT4, seq_lens, 2)
-    q = torch.randn(4, 8, 64)
-    arguments = (q, k_rows, v_rows, lens(*seq_lens))
-    out, lse = check(*arguments, num_splits=num_splits, **BOTH)
-    whole, whole_lse = state(*arguments, num_splits=1, **BOTH)
-    assert relative_l2(out, whole) <= 1e-5
-    torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
+SPLITS: list[dict[str, Any]] = [{"num_splits": n} for n in (1, 2, 7, 64, 1000)]
+SCALES: list[dict[str, Any]] = [{"sm_scale": x} for x in (0.0, 1e-3, -0.125, 2.0)]
+
+
+@pytest.mark.parametrize("options", SPLITS + SCALES, ids=str)
+def test_any_number_of_splits_and_any_softmax_scale(options: dict[str, Any]) -> None:
+    check(*call_of((300, 1, 0, 64)), **options | BOTH)
 
 
 def test_rows_may_have_any_strides_but_their_own() -> None:
-    q, seq_lens = torch.randn(3, 8, 64), lens(40, 17, 3)
-    k_rows, v_rows = make_rows(INT4, (40, 17, 3), 2), make_rows(INT4, (40, 17, 3), 2)
-    out, lse = check(q, k_rows, v_rows, seq_lens, **BOTH)
+    q, k_rows, v_rows, seq_lens = call = call_of((40, 17, 3))
+    out, lse = check(*call, **BOTH)
 
     def view(rows: torch.Tensor, how: str) -> torch.Tensor:
         batch, heads, capacity, row_bytes = rows.shape
@@ -193,72 +184,35 @@ def test_hard_values(kind: str, num_splits: int) -> None:
     check(q, k_rows, v_rows, lens(300, 300), num_splits=num_splits, **BOTH)
 
 
-@pytest.mark.parametrize("sm_scale", [0.0, 1e-3, -0.125, 2.0])
-def test_any_softmax_scale(sm_scale: float) -> None:
-    k_rows, v_rows = make_rows(INT4, (200,), 2), make_rows(INT4, (200,), 2)
-    q = torch.randn(1, 8, 64)
-    options = {**BOTH, "sm_scale": sm_scale}
-    check(q, k_rows, v_rows, lens(200), **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_queries_cost_only_the_rounding_of_the_output(dtype: torch.dtype) -> None:
-    k_rows, v_rows = make_rows(INT4, (700,), 2), make_rows(INT4, (700,), 2)
-    q = torch.randn(1, 8, 64).to(dtype)
-    out, _ = state(q, k_rows, v_rows, lens(700), **BOTH)
-    assert out.dtype == dtype
-    expected = reference_attention(q, k_rows, v_rows, lens(700), **BOTH)
-    assert relative_l2(out, expected) <= 2 * relative_l2(expected.to(dtype), expected)
-
-
 @pytest.mark.parametrize("num_splits", [None, 3])
 def test_segments_of_other_formats_and_rings_are_merged(num_splits: int | None) -> None:
-    bf16 = RowFormat.parse("bf16", 64)
-    q = torch.randn(3, 8, 64)
-    sinks, middle, recent = (4, 0, 4), (290, 0, 0), (24, 0, 9)
-    segments = [
-        Segment(make_rows(bf16, sinks, 2), make_rows(bf16, sinks, 2), lens(*sinks), bf16, bf16),
-        Segment(make_rows(INT4, middle, 2), make_rows(INT4, middle, 2), lens(*middle), INT4, INT4),
-    ]
-    for starts in ((0, 0, 0), (5, 7, 20), (23, 1, 23)):
-        ring = [nan_rows(bf16, 3, 2, 24) for _ in "kv"]
-        for rows in ring:
-            for b, (start, count) in enumerate(zip(starts, recent, strict=True)):
-                slots = [(start + i) % 24 for i in range(count)]
-                rows[b, :, slots] = packed(torch.randn(2, count, 64), bf16)
-        all_three = [*segments, Segment(ring[0], ring[1], lens(*recent), bf16, bf16, lens(*starts))]
+    bf16, q, segments = RowFormat.parse("bf16", 64), torch.randn(3, 8, 64), list[Segment]()
+    for fmt, counts in ((bf16, (4, 0, 4)), (INT4, (290, 0, 0)), (bf16, (24, 0, 9))):
+        k_rows, v_rows = make_rows(fmt, counts, 2), make_rows(fmt, counts, 2)
+        segments.append(Segment(k_rows, v_rows, lens(*counts), fmt, fmt))
+    last = segments.pop()
+    for _ in range(3):  # rings with sinks that begin anywhere, at any sequence slots
+        given = [*segments, ring_of(last.k_rows, last.v_rows, last.seq_lens, bf16, 2)]
         options: dict[str, Any] = {"return_lse": True, "num_splits": num_splits, "backend": "cpu"}
-        out, lse = attend_segments(q, all_three, **options)
-        expected, expected_lse = reference_over_segments(q, all_three)
-        assert relative_l2(out, expected) <= LIMIT
-        assert bool((lse[1] == -torch.inf).all())
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
-        parts: list[Any] = [attend_segments(q, [segment], **options) for segment in all_three]
-        assert relative_l2(merge_states(*parts)[0], out) <= 1e-5
+        found = attend_segments(q, given, **options)
+        assert_close(found, reference_over_segments(q, given), LIMIT)
+        parts: list[Any] = [attend_segments(q, [segment], **options) for segment in given]
+        assert relative_l2(merge_states(*parts)[0], found[0]) <= 1e-5
 
 
 def test_threads_may_call_at_once() -> None:
     """From Python threads, over the size at which a call uses several threads itself."""
-    k_rows, v_rows = make_rows(INT4, (1500,), 2), make_rows(INT4, (1500,), 2)
-    queries = torch.randn(4, 1, 8, 64)
-    expected = [state(q, k_rows, v_rows, lens(1500), **BOTH)[0] for q in queries]
-    x = torch.randn(600, 64)
-    rows = quantize_rows(x, INT4)
-    failures: list[str] = []
+    _, *rows = call_of((1500,))
+    queries, x = torch.randn(4, 1, 8, 64), torch.randn(600, 64)
+    expected = [state(q, *rows, **BOTH)[0] for q in queries]
+    quantized = quantize_rows(x, INT4)
 
     def work(i: int) -> None:
-        try:
-            for _ in range(20):
-                out, _ = state(queries[i], k_rows, v_rows, lens(1500), **BOTH)
-                if not torch.equal(out, expected[i]) or not torch.equal(
-                    quantize_rows(x, INT4), rows
-                ):
-                    failures.append(f"thread {i}: another result")
-        except Exception as error:  # a thread's exception would be lost
-            failures.append(f"thread {i}: {error!r}")
+        for _ in range(20):
+            assert torch.equal(state(queries[i], *rows, **BOTH)[0], expected[i])
+            assert torch.equal(quantize_rows(x, INT4), quantized)
 
     run_in_threads(work, range(4))
-    assert not failures
 
 
 def test_long_sums_lose_no_digits() -> None:
@@ -301,11 +255,9 @@ def test_several_queries_share_the_rows(
         run(kernel, arguments, count, parallel=parallel)
 
     counts, queries = (1500, 5, 0, 300), (q_len, q_len, 1, 1)
-    k_rows, v_rows = make_rows(INT4, counts, 2), make_rows(INT4, counts, 2)
-    q, q_lens = torch.randn(4, q_len, 2 * ratio, 64), lens(*queries)
+    arguments = q, k_rows, v_rows, _ = call_of(counts, 2 * ratio, q_len=q_len)
     for num_splits in (1, 3, 40):
-        options: dict[str, Any] = {**BOTH, "q_lens": q_lens, "num_splits": num_splits}
-        arguments = q, k_rows, v_rows, lens(*counts)
+        options: dict[str, Any] = {**BOTH, "q_lens": lens(*queries), "num_splits": num_splits}
         with monkeypatch.context() as patch:
             patch.setattr(decode, "run", note)
             out, lse = check(*arguments, **options)

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from decode_rows import BOTH, INT4, KINDS, RAGGED, SMALL, check_pages, hard, lens, make_rows, packed
+from decode_rows import (
+    BOTH,
+    INT4,
+    KINDS,
+    RAGGED,
+    SMALL,
+    call_of,
+    check_pages,
+    hard,
+    lens,
+    make_rows,
+    packed,
+)
 from relative_l2 import relative_l2
 from segment_cases import assert_close
 from slow_cases import mark_slow
@@ -40,14 +52,9 @@ PAIRS = [
 ]
 
 
-def attend(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, *rows: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's float32 result, before it is rounded to the dtype of q."""
+    k_rows, v_rows, seq_lens = rows
     segment = Segment(k_rows, v_rows, seq_lens, options["k_format"], options["v_format"])
     out, lse = decode.attend(AttentionCall(q, [segment], q.shape[-1] ** -0.5))
     assert out.dtype == torch.float32
@@ -97,25 +104,23 @@ def test_any_pair_of_formats_and_ratio_of_heads(case: tuple[tuple[str, str], int
         RowFormat.parse(name, int(dim)) for name, dim in (word.split("/") for word in pair)
     )
     options: dict[str, Any] = {"k_format": k_format, "v_format": v_format}
-    k_rows, v_rows = make_rows(k_format, RAGGED, 2), make_rows(v_format, RAGGED, 2)
+    x, *rows = call_of(RAGGED, 2 * ratio, (k_format, v_format))
     for dtype in (torch.bfloat16, torch.float16):
-        q = torch.randn(len(RAGGED), 2 * ratio, k_format.head_dim).to(dtype)
-        out, lse = attend(q, k_rows, v_rows, lens(*RAGGED), **options)
-        expected, expected_lse = reference_attention(
-            q, k_rows, v_rows, lens(*RAGGED), return_lse=True, **options
-        )
-        assert_close((out, lse), (expected, expected_lse), limit(q), 1e-3)
-        for b in range(len(RAGGED)):  # no sequence hides behind the others
-            assert relative_l2(out[b], expected[b]) <= 2 * limit(q)
-    check_pages(q, k_rows, v_rows, lens(*RAGGED), **options)
+        q = x.to(dtype)
+        found = attend(q, *rows, **options)
+        expected = reference_attention(q, *rows, return_lse=True, **options)
+        assert_close(found, expected, limit(q), 1e-3)
+        for out, wanted in zip(found[0], expected[0], strict=True):  # none hides behind others
+            assert relative_l2(out, wanted) <= 2 * limit(q)
+    check_pages(q, *rows, **options)
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_pages_smaller_than_a_block(ratio: int) -> None:
     """V has float32 products there: two rows of a vector would lie in two pages."""
-    k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
-    q = torch.randn(len(RAGGED), 2 * ratio, INT4.head_dim).bfloat16()
-    check_pages(q, k_rows, v_rows, lens(*RAGGED), SMALL[:2], 2 * limit(q), **BOTH)
+    x, *rows = call_of(RAGGED, 2 * ratio)
+    q = x.bfloat16()
+    check_pages(q, *rows, sizes=SMALL[:2], limit=2 * limit(q), **BOTH)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,8 +161,8 @@ def test_a_sink_does_not_hide_thousands_of_small_weights() -> None:
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_nan_and_inf_reach_the_output(where: str, bad: float) -> None:
-    q = torch.randn(1, 8, 64).bfloat16()
-    k_rows, v_rows = make_rows(INT4, (200,), 2), make_rows(INT4, (200,), 2)
+    x, k_rows, v_rows, _ = call_of((200,))
+    q = x.bfloat16()
     if where == "q":
         q[0, 1, 5] = bad
     else:
@@ -191,12 +196,11 @@ def test_processors_without_a_feature_have_other_code(
     name: str, dtype: torch.dtype, feature: str | None
 ) -> None:
     fmt = RowFormat.parse(name, 128)
-    k_rows, v_rows = make_rows(fmt, (300, 5), 2), make_rows(fmt, (300, 5), 2)
-    q = torch.randn(2, 8, 128).to(dtype)
+    x, *rows = call_of((300, 5), formats=(fmt, fmt))
     options: dict[str, Any] = {"k_format": fmt, "v_format": fmt}
-    out, _ = attend(q, k_rows, v_rows, lens(300, 5), **options)
-    expected = reference_attention(q, k_rows, v_rows, lens(300, 5), **options)
-    assert relative_l2(out, expected) <= limit(q, feature)
+    q = x.to(dtype)
+    expected = reference_attention(q, *rows, **options)
+    assert relative_l2(attend(q, *rows, **options)[0], expected) <= limit(q, feature)
     kernel: Any = compiling._kernels[-1]
     code = kernel._library.get_asm_str()
     is_integer = feature is None and HAS_VNNI and dtype != torch.float32 and name != "int3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,55 +20,26 @@ from kvquant.rows.format import ROW_DIMS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+
+def formats(words: str) -> list[RowFormat]:
+    """Formats and head_dims, such as "int4-g8/80"."""
+    pairs = (word.split("/") for word in words.split())
+    found = [RowFormat.parse(name, int(head_dim)) for name, head_dim in pairs]
+    return [*found, RowFormat("fp8_ds_mla", 4, 512)]
+
+
 # each codec with groups of whole chunks of 16 elements and with others (10, 14, 20, 24, 28, 56),
 # and each head_dim
-FORMATS = [
-    RowFormat(codec, groups, head_dim)
-    for codec, groups, head_dim in (
-        *(("int2", 1, head_dim) for head_dim in ROW_DIMS),
-        *(("int3", 1, head_dim) for head_dim in ROW_DIMS),
-        ("int4", 1, 64),
-        ("int4", 4, 128),
-        ("int4", 8, 80),
-        ("int4", 8, 112),
-        ("int4", 4, 96),
-        ("int4", 8, 192),
-        ("int4", 2, 256),
-        ("int8", 1, 80),
-        ("int8", 2, 112),
-        ("int8", 8, 128),
-        ("int8", 4, 80),
-        ("fp8", 1, 96),
-        ("fp8", 4, 64),
-        ("fp8", 8, 80),
-        ("fp8", 4, 112),
-        ("fp8", 2, 192),
-        ("bf16", 1, 80),
-        ("bf16", 1, 256),
-        ("fp16", 1, 112),
-        ("int4", 8, 512),
-        ("int8", 8, 32),
-        ("fp8_ds_mla", 4, 512),
-    )
-]
+FORMATS = [RowFormat(codec, 1, dim) for codec in ("int2", "int3") for dim in ROW_DIMS] + formats(
+    "int4/64 int4-g4/128 int4-g8/80 int4-g8/112 int4-g4/96 int4-g8/192 int4-g2/256 int4-g8/512 "
+    "int8/80 int8-g2/112 int8-g8/128 int8-g4/80 int8-g8/32 "
+    "fp8/96 fp8-g4/64 fp8-g8/80 fp8-g4/112 fp8-g2/192 bf16/80 bf16/256 fp16/112"
+)
 # each codec, and groups of both kinds; a kernel takes half a second to compile
-USUAL = [
-    RowFormat(codec, groups, head_dim)
-    for codec, groups, head_dim in (
-        ("int2", 1, 128),
-        ("int3", 1, 80),
-        ("int4", 1, 64),
-        ("int4", 4, 128),
-        ("int4", 8, 80),
-        ("int8", 1, 80),
-        ("int8", 4, 80),
-        ("fp8", 4, 64),
-        ("fp8", 8, 80),
-        ("bf16", 1, 80),
-        ("fp16", 1, 112),
-        ("fp8_ds_mla", 4, 512),
-    )
-]
+USUAL = formats(
+    "int2/128 int3/80 int4/64 int4-g4/128 int4-g8/80 int8/80 int8-g4/80 fp8-g4/64 fp8-g8/80 "
+    "bf16/80 fp16/112"
+)
 
 
 def label(fmt: RowFormat) -> str:
@@ -156,21 +128,8 @@ def test_any_bytes_decode_as_in_torch(fmt: RowFormat) -> None:
     if fmt.is_exact:
         return
     # every pair of special scales and shifts over all codes
-    special = torch.tensor(
-        [
-            0.0,
-            -0.0,
-            2**-24,
-            -(2**-24),
-            2**-14,
-            1.0,
-            -1 / 3,
-            65504.0,
-            torch.inf,
-            -torch.inf,
-            torch.nan,
-        ]
-    ).half()
+    numbers = [0.0, 2**-24, 2**-14, 1.0, 1 / 3, 65504.0, torch.inf, torch.nan]
+    special = torch.tensor([*numbers, *(-x for x in numbers)]).half()
     pairs = torch.cartesian_prod(special, special)
     rows = torch.randint(0, 256, (len(pairs), 3, fmt.row_bytes), dtype=torch.uint8)
     rows[..., : fmt.header_bytes] = pairs.repeat(1, fmt.groups).view(torch.uint8)[:, None]
@@ -195,24 +154,11 @@ def test_every_16_bit_number_is_quantized_as_in_torch(codec: str, dtype: torch.d
     "formats", [USUAL[:4], pytest.param(FORMATS, marks=pytest.mark.slow)], ids=["", "all"]
 )
 @settings(max_examples=150)
-@given(
-    st.data(),
-    st.integers(0, 2**32),
-    st.floats(-46, 4.8),
-    st.floats(-9, 4.8),
-    st.sampled_from((-1.0, 0.0, 1.0)),
-    st.booleans(),
-)
+@given(st.data(), st.integers(0, 2**32), st.floats(-46, 4.8), st.floats(-9, 4.8), st.booleans())
 def test_rows_of_any_magnitude_are_those_of_torch(
-    formats: list[RowFormat],
-    data: st.DataObject,
-    seed: int,
-    magnitude: float,
-    offset: float,
-    sign: float,
-    coarse: bool,
+    formats: list[RowFormat], data: Any, seed: int, magnitude: float, offset: float, coarse: bool
 ) -> None:
-    fmt = data.draw(st.sampled_from(formats))
+    fmt, sign = data.draw(st.sampled_from(formats)), data.draw(st.sampled_from((-1.0, 0.0, 1.0)))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(9, fmt.head_dim, generator=generator, dtype=torch.float64)
     x = (x * 4).round() / 8 if coarse else x

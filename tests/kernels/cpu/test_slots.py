@@ -67,13 +67,6 @@ def test_slots_and_errors_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) ->
         assert result == found(call), call
 
 
-def test_slots_are_contiguous_tensors_of_int64() -> None:
-    lens = torch.tensor([3, 40])
-    for tensor in slots_of(lens, lens - 3, None, 5, 64, sink_len=2, recent_len=4):
-        assert tensor is not None and tensor.dtype == torch.int64
-        assert tensor.shape == (10,) and tensor.is_contiguous()
-
-
 def outcome(given: Slots, num_packed: int, num_exact: int) -> str:
     try:
         check_slots(given, num_packed, num_exact)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from slow_cases import mark_slow
 from threads import run_in_threads
 
 from kvquant.errors import UnsupportedError
@@ -126,24 +127,18 @@ def test_a_thread_that_is_done_ends_no_process_of_another(
     assert done == [first, second]
 
 
-@pytest.mark.parametrize(
-    ("columns", "error", "message"),
-    [
-        (16, UnsupportedError, "^no code for sm_90: newer compilers$"),
-        pytest.param(
-            *(
-                24,
-                RuntimeError,
-                r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError",
-            ),
-            marks=pytest.mark.slow,  # a process starts in seconds
-        ),
-        (32, UnsupportedError, "compiled decode.* was ended by SIGKILL, as where memory runs out"),
-    ],
-)
+ENDS = [
+    (16, UnsupportedError, "^no code for sm_90: newer compilers$"),
+    (24, RuntimeError, r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError"),
+    (32, UnsupportedError, "compiled decode.* was ended by SIGKILL, as where memory runs out"),
+]
+
+
+@pytest.mark.parametrize("end", mark_slow(ENDS, ENDS[::2]), ids=lambda end: end[0])
 def test_what_a_process_cannot_compile_is_told(
-    columns: int, error: type[Exception], message: str, cache: Path
+    end: tuple[int, type[Exception], str], cache: Path
 ) -> None:
+    columns, error, message = end
     specs = [make_spec("int4"), replace(make_spec("int8"), columns=columns)]
     with pytest.raises(error, match=re.compile(message, re.DOTALL)):
         compile_all(specs, "sm_90")

@@ -66,11 +66,6 @@ def test_exact_segments_come_second_whatever_their_order(
     assert loaded_specs()[-1].second is not None
 
 
-def test_segments_without_room_are_left_out(cuda: FakeDriver) -> None:
-    launch_attention(make_query(), [make_segment("bf16", 0), make_segment()], 1.0, None)
-    assert loaded_specs()[-1].second is None
-
-
 def crooked(*shape: int) -> torch.Tensor:
     """Rows that start 4 bytes after a multiple of 16."""
     return torch.zeros(math.prod(shape) + 16, dtype=torch.uint8)[4:-12].view(shape)
@@ -91,6 +86,14 @@ NO_KERNEL = UnsupportedError, "There may be one of any kind, and two more"
 SEVERAL = UnsupportedError, r"several queries .* Attend to each query in"
 FLOAT32 = ConfigError, "on CUDA use bfloat16 or float16"
 SCALE = ConfigError, "is not possible on CUDA: use a positive number"
+NO_SCALE = ConfigError, "sm_scale is"
+V_ROWS = ConfigError, r"v_rows: rows .* aligned to 16 bytes"
+K_ROWS = ConfigError, r"k_rows: rows .* aligned to 16 bytes"
+ODD = ConfigError, "pages of int4 must be aligned to 16 bytes"
+BATCH = UnsupportedError, r"batch 70000 .* Cut the batch"
+TOKENS = UnsupportedError, "at most 1073741824"
+COLUMNS = UnsupportedError, r"and 4194304 queries a sequence is too much"
+NOBODY = {"q_indptr": counts(0, 0, 0)}
 LOOSE = torch.zeros(2, 2, 64, 88, dtype=torch.uint8)[..., :80]
 REFUSED: dict[str, tuple[Any, torch.Tensor, list[Segment], dict[str, Any]]] = {
     "three formats": (NO_KERNEL, make_query(), [make_segment("int8", 64), PLAIN, SINKS], {}),
@@ -100,41 +103,19 @@ REFUSED: dict[str, tuple[Any, torch.Tensor, list[Segment], dict[str, Any]]] = {
     "pages behind": (SEVERAL, make_queries(2), [SINKS, PAGES], {}),
     "sinks twice": (SEVERAL, make_queries(2), [WITH_SINKS, WITH_SINKS], {}),
     "float32": (FLOAT32, make_query().float(), [PLAIN], {}),
-    "float32, no rows at all": (
-        *(FLOAT32, make_query(0).float(), [PLAIN], {"q_indptr": counts(0, 0, 0)}),
-    ),
-    "V between units": (
-        (ConfigError, r"v_rows: rows .* aligned to 16 bytes"),
-        *(make_query(), [PLAIN._replace(v_rows=crooked(2, 2, 64, 80))], {}),
-    ),
-    "K with gaps": (
-        (ConfigError, r"k_rows: rows .* aligned to 16 bytes"),
-        *(make_query(), [PLAIN._replace(k_rows=LOOSE)], {}),
-    ),
-    "pages of short rows": (
-        (ConfigError, "pages of int4 must be aligned to 16 bytes"),
-        *(make_query(), [PAGES._replace(k_rows=crooked(8, 2, 16, 68))], {}),
-    ),
-    "a batch": (
-        (UnsupportedError, r"batch 70000 .* Cut the batch"),
-        *(torch.zeros(1).bfloat16().expand(70_000, 8, 128), large(70_000, 16), {}),
-    ),
-    "tokens": (
-        (UnsupportedError, "at most 1073741824"),
-        *(make_query(1), large(1, (1 << 30) + 1), {}),
-    ),
-    "columns": (
-        (UnsupportedError, r"and 4194304 queries a sequence is too much"),
-        *(make_queries(1).expand(2, 1 << 22, 8, 128), [PLAIN], {}),
-    ),
+    "float32, no rows at all": (FLOAT32, make_query(0).float(), [PLAIN], NOBODY),
+    "V between units": (V_ROWS, make_query(), [PLAIN._replace(v_rows=crooked(2, 2, 64, 80))], {}),
+    "K with gaps": (K_ROWS, make_query(), [PLAIN._replace(k_rows=LOOSE)], {}),
+    "pages of short rows": (ODD, make_query(), [PAGES._replace(k_rows=crooked(8, 2, 16, 68))], {}),
+    "a batch": (BATCH, torch.zeros(1).bfloat16().expand(70_000, 8, 128), large(70_000, 16), {}),
+    "tokens": (TOKENS, make_query(1), large(1, (1 << 30) + 1), {}),
+    "columns": (COLUMNS, make_queries(1).expand(2, 1 << 22, 8, 128), [PLAIN], {}),
     **{
         f"a scale of {scale}": (SCALE, make_query(), [PLAIN], {"sm_scale": scale})
         for scale in (0.0, -0.1, math.nan, math.inf, 1e39)
     },
     **{
-        f"a scale of {odd!s:.4}": (
-            *((ConfigError, "sm_scale is"), make_query(), [PLAIN], {"sm_scale": odd}),
-        )
+        f"a scale of {odd!s:.4}": (NO_SCALE, make_query(), [PLAIN], {"sm_scale": odd})
         for odd in (True, "1", 10**400)
     },
 }
@@ -162,17 +143,6 @@ def test_rows_that_start_between_16_bytes_are_not_dense(cuda: FakeDriver) -> Non
         launch._launches.clear()
 
 
-def test_a_query_that_reads_as_negated_is_copied(cuda: FakeDriver) -> None:
-    """torch negates such a tensor where it reads it; a kernel would not."""
-    q, segments = make_query().add(1), [make_segment()]
-    fixed = FixedSegments(segments)
-    for rows in (segments, fixed):
-        for given in (q, torch._neg_view(q), q):
-            launch_attention(given, rows, 1.0, None)
-            common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
-            assert (common["q"] == q.data_ptr()) is (not given.is_neg())
-
-
 def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> None:
     segment = make_segment(batch=1, heads=1)
     odd = segment.k_rows.as_strided((1, 1, 1000, 80), (7, 3, 80, 1))
@@ -195,14 +165,17 @@ COPIED = {
     "gaps": torch.zeros(2, 3 * 8 * 128 + 4).bfloat16()[:, :-4].unflatten(1, (3, 8, 128)),
     "elements apart": torch.zeros(2, 128, 8).bfloat16().transpose(1, 2),
     "elements apart, several": torch.zeros(2, 128, 3, 8).bfloat16().permute(0, 2, 3, 1),
+    "read as negated": torch._neg_view(make_query().add(1)),  # a kernel would not negate it
 }
 
 
 @pytest.mark.parametrize("name", [*IN_PLACE, *COPIED])
 def test_queries_are_copied_only_if_they_must_be(cuda: FakeDriver, name: str) -> None:
     q = {**IN_PLACE, **COPIED}[name].detach().requires_grad_()
-    launch_attention(q.detach().clone(), [make_segment()], None, 1)  # aligned: another launch
-    out, lse = launch_attention(q, [make_segment()], None, 1)
+    given = [make_segment()]
+    for segments in (FixedSegments(given), given):
+        for one in (torch.zeros_like(q.detach()), q):  # aligned: another launch
+            out, lse = launch_attention(one, segments, None, 1)
     common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     axes = ("batch", "query", "head") if q.ndim == 4 else ("batch", "head")
     strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in axes)
@@ -420,8 +393,12 @@ def test_segments_stay_in_the_order_of_their_tokens(cuda: FakeDriver, codec: str
     _, parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert [part["capacity"] for part in parts] == [64, 132, 0]
     assert [part["sinks"] for part in parts] == [0, 4, 0]
-    launch_attention(make_queries(2), [exact, empty], 1.0, None)
-    assert loaded_specs()[-1].second is None and loaded_specs()[-1].first.place == "ring"
+    for q, given, place in (
+        (make_queries(2), [exact, empty], "ring"),
+        (make_query(), [empty, packed], "linear"),
+    ):
+        launch_attention(q, given, 1.0, None)
+        assert loaded_specs()[-1].second is None and loaded_specs()[-1].first.place == place
 
 
 def test_tensors_of_a_variant_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:

@@ -50,6 +50,7 @@ A100 = GPU("NVIDIA A100", (8, 0), 108, 167936, 166912)
 RTX_4090 = GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 102400, 101376)
 H200 = GPU("NVIDIA H200", (9, 0), 132, 233472, 232448)
 GPUS = [A100, RTX_4090, H200]
+Two = tuple[int, int]
 
 
 def make_spec(
@@ -71,13 +72,7 @@ exact_lens = st.none() | st.tuples(st.integers(1, 3000), st.integers(1, 3000))  
 
 @given(names, head_dims, gpus, shapes, st.integers(1, 300), exact_lens, st.booleans())
 def test_plans_fit_the_gpu_and_no_split_is_empty(
-    name: str,
-    head_dim: int,
-    gpu: GPU,
-    shape: tuple[int, int],
-    ratio: int,
-    others: tuple[int, int] | None,
-    causal: bool,
+    name: str, head_dim: int, gpu: GPU, shape: Two, ratio: int, others: Two | None, causal: bool
 ) -> None:
     """Of any number of query heads on a KV head, and of several queries."""
     plain = replace(make_spec(name, head_dim, others is not None), causal=causal)

@@ -21,12 +21,7 @@ from kvquant import RowFormat
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.prefix import launch as launching
 from kvquant.kernels.cuda.prefix import spec as prefix_spec
-from kvquant.kernels.cuda.prefix.spec import (
-    SHAPES,
-    PrefixSpec,
-    fit,
-    worth_splits,
-)
+from kvquant.kernels.cuda.prefix.spec import SHAPES, PrefixSpec, fit, worth_splits
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.rows.codec import CODECS
 from kvquant.rows.format import HEAD_DIMS

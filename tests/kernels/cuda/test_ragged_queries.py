@@ -12,14 +12,7 @@ from in_simulator import SIMULATED, in_simulator
 from ragged_cases import indptr
 
 from kvquant import RowFormat
-from kvquant.kernels.cuda.decode.ragged import (
-    EVERY,
-    MOST_COLUMNS,
-    PIECE_BYTES,
-    Cut,
-    Kind,
-    kinds_of,
-)
+from kvquant.kernels.cuda.decode.ragged import EVERY, MOST_COLUMNS, PIECE_BYTES, Cut, Kind, kinds_of
 from kvquant.kernels.cuda.decode.spec import columns_of
 from kvquant.rows.ragged import pieces_of
 
