@@ -55,23 +55,6 @@ def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> Non
         model.generate(**batch, **QuantizedCache(model).argument, max_new_tokens=3)
 
 
-def test_a_cache_goes_on_with_its_own_text(model: Any) -> None:
-    ids, cache = torch.arange(5, 15)[None], QuantizedCache(model)
-    options = {"max_new_tokens": 3, "do_sample": False}
-    model.generate(ids, **cache.argument, **options)  # holds 12 tokens
-    for other in (ids, ids[:, :4], ids[:, :6]):  # 6: one token is left behind the cut
-        with pytest.raises(
-            # before transformers 5.24 other ids come, which contradict the mask
-            ConfigError,
-            match=r"(the cache holds 12|of 12 in the cache).*reset\(",
-        ):
-            model.generate(other, **cache.argument, **options)
-    assert cache.get_seq_length() == 12
-    found = model.generate(ids[:, 2:], **QuantizedCache(model).argument, **options)
-    cache.reset()
-    assert torch.equal(model.generate(ids[:, 2:], **cache.argument, **options), found)
-
-
 def test_kernels_of_drafts_are_compiled_where_drafts_will_come(model: Any) -> None:
     """By the first append, which is that of the prompt (tests/cache/test_warmup.py)."""
     ids, found = torch.arange(5, 15)[None], []

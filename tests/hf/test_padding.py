@@ -25,6 +25,7 @@ from hf_cases import (  # noqa: E402
     tiny,
     tokens,
 )
+from slow_cases import mark_slow  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -64,23 +65,31 @@ def logits(model: Any, text: torch.Tensor) -> torch.Tensor:
     return found
 
 
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {  # sequences of a prompt, options
-    "greedy": (1, {}),
-    "sampling": (1, {"do_sample": True}),
-    "beams": (3, {"num_beams": 3}),
-    "several answers": (2, {"do_sample": True, "num_return_sequences": 2}),
-    "prompt in chunks": (1, {"prefill_chunk_size": 7}),
+# sequences of a prompt, options, columns of padding before every prompt, and max_seq_len
+WAYS: dict[str, tuple[int, dict[str, Any], int, int | None]] = {
+    "greedy": (1, {}, 0, None),
+    "sampling": (1, {"do_sample": True}, 0, None),
+    "beams": (3, {"num_beams": 3}, 0, None),
+    "several answers": (2, {"do_sample": True, "num_return_sequences": 2}, 0, None),
+    "chunks of 7": (1, {"prefill_chunk_size": 7}, 0, None),
+    "chunks of 4": (1, {"prefill_chunk_size": 4}, 6, None),
+    "chunks of 1": (1, {"prefill_chunk_size": 1}, 6, 40),
+    "a chunk of all": (1, {"prefill_chunk_size": 30}, 6, None),
+    "chunks of 1, growing": (1, {"prefill_chunk_size": 1}, 0, None),
 }
 
 
-@pytest.mark.parametrize("case", WAYS)
+@pytest.mark.parametrize("case", mark_slow(WAYS, [*WAYS][:-1]))
 def test_generate_with_left_padding_gives_what_each_prompt_alone_gets(
     model: Any, case: str
 ) -> None:
-    (times, options), past = WAYS[case], QuantizedCache(model, **ROWS)
-    batch = padded(prompts(), left=True)
+    """Chunks of a prompt may be of any size, and of padding alone."""
+    times, options, more, room = WAYS[case]
+    past, batch = QuantizedCache(model, **ROWS, max_seq_len=room), padded(prompts(), left=True)
+    batch = {name: torch.nn.functional.pad(x, (more, 0)) for name, x in batch.items()}
     given = model.generate(**batch, **caching(past), **OPTIONS | options, **WITH_LOGITS)
-    assert past.kv is not None and past.get_seq_length() == 31
+    past.check()
+    assert past.kv is not None and past.get_seq_length() == 31 + more
     assert past.kv.seq_lens.view(3, times)[:, 0].tolist() == [n + 7 for n in LENS]
     mask = batch["attention_mask"].repeat_interleave(len(given.sequences) // 3, dim=0)
     assert_answers(model, given, mask)
@@ -424,29 +433,6 @@ def test_columns_of_padding_are_no_tokens(llama: Any) -> None:
     assert past.kv.seq_lens.tolist() == [9, 9] and past.get_seq_length() == 20
     for b in range(2):
         torch.testing.assert_close(found[b], logits(llama, text[b]), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("size", "more", "room"),
-    [(4, 6, None), (1, 6, 40), (30, 6, None), pytest.param(1, 0, None, marks=pytest.mark.slow)],
-)
-def test_a_padded_prompt_may_come_in_chunks_of_any_size(
-    model: Any, size: int, more: int, room: int | None
-) -> None:
-    """Of padding alone, too (more: columns of it before every prompt). The logits of the tokens
-    that follow are those of each alone."""
-    call = padded(prompts(), left=True)
-    call = {name: torch.nn.functional.pad(given, (more, 0)) for name, given in call.items()}
-    past = QuantizedCache(model, **ROWS, max_seq_len=room)
-    wanted = {"output_logits": True, "return_dict_in_generate": True}
-    given = model.generate(**call, **caching(past), **OPTIONS | wanted, prefill_chunk_size=size)
-    past.check()
-    assert past.kv is not None and past.kv.seq_lens.tolist() == [n + 7 for n in LENS]
-    assert past.get_seq_length() == 31 + more
-    found = torch.stack(given.logits, dim=1)
-    for b, text in enumerate(prompts()):
-        alone = logits(model, torch.cat([text, given.sequences[b, -8:-1]]))[-8:]
-        torch.testing.assert_close(found[b], alone, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])

@@ -351,6 +351,8 @@ def test_a_path_is_taken_wherever_a_plan_is(name: str, tmp_path: Path) -> None:
     models = [make() for _ in "abc"]
     given = plan, path, str(path)
     found = [door(one, model, tmp_path) for one, model in zip(given, models, strict=True)]
+    with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
+        door("none.safetensors", models[0], tmp_path)
     assert found[0]
     assert fingerprints(found[0]) == fingerprints(found[1]) == fingerprints(found[2])
 
