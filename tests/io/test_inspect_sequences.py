@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import latent_pages
 import pytest
 import torch
 from paged_cases import DIM, HEADS, LAYERS, PAGE, RECENT, SINKS, begin, extend, make
 
+from kvquant import LatentPagedBatch
 from kvquant.io.inspect import SHOWN, describe, render
 from kvquant.io.sequences import save_sequences
 from kvquant.paged.batch import PagedBatch
@@ -118,6 +120,22 @@ def test_namespaces_are_shown_where_there_are_any(path: Path, tmp_path: Path) ->
     assert [one["namespace"] for one in d["sequences"]] == ["\x1b[31madapter", None]
     cells = [line.split() for line in render(d).splitlines()]
     assert ["a", *"000000", "?[31madapter"] in cells and ["b", *"000000", "-"] in cells
+
+
+def test_the_parts_of_latent_rows_are_told(tmp_path: Path) -> None:
+    formats = ["fp8", "int4-g8+fp8-g4"]
+    cache = latent_pages.make(latent_dim=512, rope_dim=64, fmt=formats)
+    cache.allocate("a")
+    rows = torch.randn(60, 1, 512), torch.randn(60, 1, 64)
+    extend(LatentPagedBatch(cache, 4, 100), ["a"], 60, rows=rows)
+    found = describe(save_sequences(cache, ["a"], tmp_path / "saved.safetensors"))
+    assert (found["kind"], found["version"], found["latent"]) == ("pages", 1, True)
+    assert [layer["format"] for layer in found["layers"]] == formats
+    assert found["layers"][0]["k"]["format"] == "fp8"
+    assert found["layers"][1]["v"]["head_dim"] == 64
+    shown = render(found)
+    assert "latent rows fp8/int4-g8+fp8-g4: 52 tokens" in shown and "RoPE" in shown
+    assert "KV head" not in shown
 
 
 def test_few_of_many_sequences_are_printed_and_none_can_write_to_the_terminal(
