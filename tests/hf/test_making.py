@@ -1,7 +1,11 @@
-"""How a QuantizedCache is made for what comes, grows, and what it reads in a step."""
+"""How a QuantizedCache is made for what comes, grows, what it reads in a step, by which argument
+models take it, and what generate and pipelines do with it (8 s)."""
+
+from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from pathlib import Path
@@ -22,11 +26,12 @@ from kvquant.errors import (
 from kvquant.io.model_id import model_identity
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402
+from hf_cases import FP16, WITH_LOGITS, by_kvquant, caching, sure_text, tiny, tokens  # noqa: E402
 from refusals import assert_refused  # noqa: E402
 from torch_operations import Operations  # noqa: E402
 
-from kvquant.hf.cache import SPACE, QuantizedCache  # noqa: E402
+from kvquant.hf.argument import ARGUMENT, as_argument  # noqa: E402
+from kvquant.hf.cache import DRAFTS, SPACE, QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 999}
@@ -284,3 +289,92 @@ def test_a_shallow_copy_is_refused(own: CachedModel) -> None:
         copy.copy(past)
     own.model(text[:, 15:], **caching(past))
     assert past.get_seq_length() == 20
+
+
+class Older:
+    """A model of one's own, written for an older transformers."""
+
+    def forward(self, input_ids: Any, past_key_values: Any = None, **_: Any) -> None: ...
+
+
+class Wrapper:
+    """A model around another one (as of peft), which passes on what it gets."""
+
+    def forward(self, *args: Any, **options: Any) -> None: ...
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_of_transformers_takes_a_cache_by_its_present_name(is_compiled: bool) -> None:
+    model = tiny("Llama").model
+    known = inspect.signature(model.forward).parameters
+    model = torch.compile(model, backend="eager") if is_compiled else model
+    assert list(as_argument(model, 1)) == [ARGUMENT] and ARGUMENT in known
+    assert ARGUMENT == ("cache" if "cache" in known else "past_key_values")
+
+
+def test_other_models_get_it_as_they_name_it() -> None:
+    assert as_argument(Older(), 1) == {"past_key_values": 1}
+    assert as_argument(Wrapper(), 1) == {ARGUMENT: 1}
+
+
+def test_a_cache_tells_its_argument_and_that_it_can_be_cropped() -> None:
+    model, text = by_kvquant(tiny("Mistral", sliding_window=8).model), tokens(1, 12)
+    cache = QuantizedCache(model, **FP16)
+    assert cache.argument == {ARGUMENT: cache}
+    out = model(text, **cache.argument, use_cache=True)
+    assert getattr(out, ARGUMENT) is cache
+    assert all(layer.is_croppable for layer in cache.layers)
+
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+TEXT = "The first ship"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """In float32: of 16-bit logits many are the largest."""
+    found = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    found.set_attn_implementation("kvquant")
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": 20}, {"max_new_tokens": 60, "stop_sequence": "."}],
+    ids=["", "stop_sequence"],
+)
+def test_a_pipeline_takes_the_cache(options: dict[str, Any], model: Any, tokenizer: Any) -> None:
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    sentence: dict[str, Any] = {"stop_strings": ["."], "tokenizer": tokenizer, "do_sample": False}
+    sure_text(model.generate(**prompt, max_new_tokens=60, **sentence, **WITH_LOGITS))
+    wanted = pipe(TEXT, do_sample=False, **options)[0]["generated_text"]
+    cache = QuantizedCache(model, **FP16)
+    found = pipe(TEXT, do_sample=False, **cache.argument, **options)[0]["generated_text"]
+    assert found == wanted
+    assert cache.kv is not None and int(cache.kv.seq_lens) == cache.get_seq_length() > 6
+    assert not options.get("stop_sequence") or wanted.endswith(".")
+
+
+def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> None:
+    batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="right", return_tensors="pt")
+    with pytest.raises(ConfigError, match=r"For generate pad prompts on the left \(tokenizer"):
+        model.generate(**batch, **QuantizedCache(model).argument, max_new_tokens=3)
+
+
+def test_kernels_of_drafts_are_compiled_where_drafts_will_come(model: Any) -> None:
+    """By the first append, which is that of the prompt (tests/cache/test_warmup.py)."""
+    ids, found = torch.arange(5, 15)[None], []
+    kinds: list[dict[str, Any]] = [{}, {"drafts": False}, {"dequantize": True}]
+    for options in kinds:
+        for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
+            cache = QuantizedCache(model, **options)
+            model.generate(ids, **cache.argument, max_new_tokens=3, **drafts)
+            assert cache.kv is not None
+            found.append(cache.kv.step_lens)
+    assert found == [(1,), (*range(1, DRAFTS + 1),), (1,), (1,), (), ()]
