@@ -386,15 +386,13 @@ def test_the_first_form_that_serves_a_model_is_taken() -> None:
     assert model_of("diffllama").dequantizes
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("mamba", "no layer of this mamba model attends"),
-        ("deepseek_v32", r"holds no layer of this deepseek_v32 model: layer 0 is '\w+_attention'"),
-        ("minimax", "minimax models of transformers refuse it: MiniMax uses cache of its own"),
-    ],
-)
-def test_other_models_are_refused_with_reasons(kind: str, message: str) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "deepseek_v32", "minimax"])
+def test_other_models_are_refused_with_reasons(kind: str) -> None:
+    message = {
+        "mamba": "no layer of this mamba model attends",
+        "deepseek_v32": r"no layer of this deepseek_v32 model: layer 0 is '\w+_attention'",
+        "minimax": "minimax models of transformers refuse it: MiniMax uses cache of its own",
+    }[kind]
     module = random_module(kind, {})
     with pytest.raises(UnsupportedModelError, match=rf"(?s){message}.*Take a model of a family"):
         decoder_of(module)

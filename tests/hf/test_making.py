@@ -259,17 +259,6 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
     past.check()
 
 
-def test_a_cache_of_inference_mode_goes_on_outside(
-    own: CachedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    past, mask = QuantizedCache(own.model), torch.ones(1, 6, dtype=torch.int64)
-    with torch.inference_mode():
-        own.model(tokens(1, 5), **caching(past))
-    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    own.model(tokens(1, 1), attention_mask=mask, **caching(past))
-    past.check()
-
-
 def test_a_plan_says_the_formats(own: CachedModel) -> None:
     made = example_plan(2, 2, 64)
     plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)

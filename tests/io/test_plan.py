@@ -302,8 +302,9 @@ def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Pa
     path, plain = tmp_path / "cache.safetensors", tmp_path / "plain.safetensors"
     save_cache(filled(plan), path)
     save_cache(KVCache(3, 1, 2, 64, 8), plain)
-    other = CachePlan(plan.facts, plan.tensors | {"v.offset": plan.tensors["v.offset"].clone()})
-    other.tensors["v.offset"][1, 0, 0] += 1
+    moved = plan.tensors["v.offset"].clone()
+    moved[1, 0, 0] += 1
+    other = CachePlan(plan.facts, {**plan.tensors, "v.offset": moved})
     assert_refused(
         CheckpointError,
         (lambda: load_cache(path), "stored in the bases of a plan: load it with"),
@@ -376,7 +377,8 @@ def test_a_plan_of_latent_rows_is_read_as_it_was_written(tmp_path: Path) -> None
 
 def test_latent_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     plan, path = latent_plan(), tmp_path / "plan.safetensors"
-    facts, tensors, layers = plan.facts, plan.tensors, json.loads(json.dumps(plan.facts["layers"]))
+    facts, tensors = dict(plan.facts), dict(plan.tensors)
+    layers = json.loads(json.dumps(facts["layers"]))
     assert plan.formats[0][1] == "bf16"  # a basis that is not used is looked at, too
     layers[0]["k"]["rounding"] = "feedback"
     eyes = {f"{side}.feedback": tensors[f"{side}.matrix"] for side in "kv"}

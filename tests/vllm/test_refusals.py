@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from example_plan import example_plan
 from latent_plans import latent_plan
+from refusals import assert_refused
 from transformers import LlamaConfig
 
 from kvquant import AttentionVariant, CachePlan, KVQuantError
@@ -57,9 +59,10 @@ def rows_of(
     return backend._rows_of(name, one, SimpleNamespace(model_config=model), cpu)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_layers_that_rows_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"k_format": "int8", "v_format": "int8"}
+    assert rows_of(monkeypatch, layer(given)).layout.num_kv_heads == 4
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"attn_type": "encoder_only"}, "it is of type encoder_only, and rows serve decoders only"),
         ({"attn_type": "encoder_decoder"}, "it is of type encoder_decoder"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "it attends to the rows of layers.0"),
@@ -67,15 +70,10 @@ def rows_of(
         ({"use_mm_prefix": True}, "it attends to whole images, not to the tokens before"),
         ({"head_size": 32}, "head_dim 32 is"),
         ({"head_size_v": 520}, "head_dim 520 is"),
-    ],
-)
-def test_layers_that_rows_do_not_serve(
-    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = {"k_format": "int8", "v_format": "int8"}
-    assert rows_of(monkeypatch, layer(given)).layout.num_kv_heads == 4
-    with pytest.raises(KVQuantError, match=message):
-        rows_of(monkeypatch, layer(given, **options))
+    ]
+    for options, message in cases:
+        call = partial(rows_of, monkeypatch, layer(given, **options))
+        assert_refused(KVQuantError, (call, message))
 
 
 def test_plans_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +83,16 @@ def test_plans_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     CachePlan(facts, plan.tensors).save(path)
     given = {"plan": str(path), "k_format": "int8", "v_format": "int8"}
     assert rows_of(monkeypatch, layer(given)).basis is not None
-    with pytest.raises(KVQuantError, match="the plan was made for a 'llama' model with config"):
-        rows_of(monkeypatch, layer(given), config=OTHER)
-    with pytest.raises(KVQuantError, match="the plan has no layer 2: leave it out, or calibrate"):
-        rows_of(monkeypatch, layer(given), index=2)
-    with pytest.raises(KVQuantError, match="has 3 KV heads on this rank, other layers 4: leave"):
-        rows_of(monkeypatch, layer(given, num_kv_heads=3))
-    draft = layer(given, num_kv_heads=3)
+    draft, rows = layer(given, num_kv_heads=3), partial(rows_of, monkeypatch)
+    assert_refused(
+        KVQuantError,
+        (lambda: rows(layer(given), config=OTHER), "made for a 'llama' model with config"),
+        (
+            lambda: rows(layer(given), index=2),
+            "the plan has no layer 2: leave it out, or cal",
+        ),
+        (lambda: rows(draft), "has 3 KV heads on this rank, other layers 4: leave"),
+    )
     draft.impl.is_draft = True  # whose model a plan does not know
     assert rows_of(monkeypatch, draft, index=2, config=OTHER).basis is None
 
@@ -143,30 +144,24 @@ def latent_rows_of(**options: Any) -> Any:
     return latent._rows_of("model.layers.1.self_attn.attn", one, config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "asks for fp8_ds_mla, and rows have formats of their"),
-        ({"decode": 2}, "context parallelism, which rows do not serve"),
-        ({"prefill": 2}, "context parallelism, which rows do not serve"),
-        ({"sliding_window": 128}, "it has a window of 128 tokens"),
-        ({"non_causal_multi_token_decode": True}, "its tokens attend to later ones"),
-        ({"qk_rope_head_dim": 0}, "rope_dim 0 is not supported"),
-        ({"kv_lora_rank": 256}, "fp8 is FlashMLA's layout, of 512 latents"),
-    ],
-)
-def test_layers_that_latent_rows_do_not_serve(options: dict[str, Any], message: str) -> None:
-    assert latent_rows_of().fmt.row_bytes == 656
-    with pytest.raises(KVQuantError, match=message):
-        latent_rows_of(**options)
-
-
-def test_indexers_are_refused() -> None:
+def test_layers_that_latent_rows_do_not_serve() -> None:
     from kvquant.vllm.latent import KVQuantLatentImpl
 
-    for options in ({"indexer": object()}, {"topk_indices_buffer": None}):
-        with pytest.raises(KVQuantError, match="an indexer chooses tokens"):
-            KVQuantLatentImpl(**options)
+    assert latent_rows_of().fmt.row_bytes == 656
+    parallel = "context parallelism, which rows do not serve"
+    fp8 = "asks for fp8_ds_mla, and rows have formats of their"
+    assert_refused(
+        KVQuantError,
+        (lambda: latent_rows_of(kv_cache_dtype="fp8_ds_mla"), fp8),
+        (lambda: latent_rows_of(decode=2), parallel),
+        (lambda: latent_rows_of(prefill=2), parallel),
+        (lambda: latent_rows_of(sliding_window=128), "it has a window of 128 tokens"),
+        (lambda: latent_rows_of(non_causal_multi_token_decode=True), "tokens attend to later ones"),
+        (lambda: latent_rows_of(qk_rope_head_dim=0), "rope_dim 0 is not supported"),
+        (lambda: latent_rows_of(kv_lora_rank=256), "fp8 is FlashMLA's layout, of 512 latents"),
+        (lambda: KVQuantLatentImpl(indexer=object()), "an indexer chooses tokens"),
+        (lambda: KVQuantLatentImpl(topk_indices_buffer=None), "an indexer chooses tokens"),
+    )
 
 
 def test_latent_plans_that_do_not_fit() -> None:
