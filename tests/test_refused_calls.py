@@ -644,7 +644,7 @@ def reads(*tokens: Any, **options: Any) -> Callable[[Reader], object]:
     return lambda of: of.model.prefill(of.cache, *tokens, **{"append": True, **options})
 
 
-def writes(count: Any = 3, batch: int = 2, **options: Any) -> Callable[[Reader], object]:
+def writes(count: Any = 3, batch: Any = 2, **options: Any) -> Callable[[Reader], object]:
     return lambda of: of.model.generate(of.cache, torch.ones(batch, 256), count, **options)
 
 

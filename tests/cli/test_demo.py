@@ -105,14 +105,15 @@ def test_rounds_go_on_until_times_are_stable(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases: list[tuple[float, Callable[[int], float], int]] = [
-        (5.0, lambda i: 10.0 + i, demo.MOST_ROUNDS),  # times that drift
-        (5.0, lambda i: (5.0, 15.0)[i % 2], demo.MOST_ROUNDS),  # times that jump
-        (450.0, lambda i: 450.0 + 450 * (i % 2), 2 * demo.ROUNDS),  # the time is over before
+    cases: list[tuple[Callable[[int], float], Callable[[int], float], int]] = [
+        (lambda i: 5.0, lambda i: 10.0 + i, demo.MOST_ROUNDS),  # times that drift
+        (lambda i: 5.0, lambda i: (5.0, 15.0)[i % 2], demo.MOST_ROUNDS),  # times that jump
+        # the time is over before
+        (lambda i: 450.0, lambda i: 450.0 + 450 * (i % 2), 2 * demo.ROUNDS),
     ]
     for first, other, rounds in cases:
-        taken = demo._time(Clock(monkeypatch, lambda i, first=first: first, other).starts)
-        assert len(taken[0]) == rounds and not demo._is_stable(taken), first
+        taken = demo._time(Clock(monkeypatch, first, other).starts)
+        assert len(taken[0]) == rounds and not demo._is_stable(taken), rounds
 
 
 def test_advice_is_one_sentence_by_what_was_measured() -> None:

@@ -348,8 +348,8 @@ def test_bad_input_is_refused_before_work_begins(
         ({"examples": [Example([1])], "task": Task(kinds=("kl",))}, "prompts are for generation"),
     ]
     for given, message in cases:
-        options = {"caches": ["int8"], "sizes": Sizes((160,)), "task": Task(ALL)} | given
-        assert_refused(ConfigError, (partial(evaluate, model, **options), message))
+        options: dict[str, Any] = {"caches": ["int8"], "sizes": Sizes((160,)), "task": Task(ALL)}
+        assert_refused(ConfigError, (partial(evaluate, model, **{**options, **given}), message))
     # as of a tokenizer of single letters, whose questions are longer
     monkeypatch.setattr("kvquant.evaluation.evaluate.MARGIN", 1)
     task = Task(kinds=("retrieval",), retrieval=("keys",))
