@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click.testing
@@ -352,46 +353,33 @@ def test_inputs_outgrow_the_l2_cache(nbytes: int, copies: int) -> None:
 def test_l2_is_overwritten_outside_of_the_time_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            log.append("event")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 0.012  # ms
-
-    class Graph:
-        def replay(self) -> None:
-            log.append("replay")
-
-    class Scratch:
-        def zero_(self) -> None:
-            log.append("overwrite")
+    def noting(what: str) -> Callable[[], None]:
+        return lambda: log.append(what)
 
     @contextmanager
-    def capture(graph: Graph) -> Iterator[None]:
+    def capture(graph: object) -> Iterator[None]:
         log.append("capture")
         yield
         log.append("captured")
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    event = SimpleNamespace(record=noting("event"), elapsed_time=lambda end: 0.012)  # ms
+    graph = SimpleNamespace(replay=noting("replay"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: enable_timing and event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "synchronize", noting("synchronize"))
     timer: Any = GraphTimer.__new__(GraphTimer)
-    timer.scratch, timer.microseconds = Scratch(), 240.0
+    timer.scratch, timer.microseconds = SimpleNamespace(zero_=noting("overwrite")), 240.0
     replay = ["overwrite", "event", "replay", "event"]
 
-    assert timer.alone(lambda: log.append("call")) == pytest.approx(12.0)
+    assert timer.alone(noting("call")) == pytest.approx(12.0)
     begin = ["call", "synchronize", "capture", "call", "captured"]
     assert log == [*begin, *3 * replay, "synchronize", *20 * replay, "synchronize"]
     log.clear()
     assert timer.alone(lambda: None, limit=11.0) == pytest.approx(12.0)
     assert log.count("replay") == 3
     log.clear()
-    assert timer.in_a_row([lambda i=i: log.append(str(i)) for i in range(5)]) == 1.0
+    assert timer.in_a_row([*map(noting, "01234")]) == 1.0
     assert log[:5] == [str(i) for i in range(5)]  # each once before the capture
     assert log[7:19] == [str(i % 5) for i in range(12)]
 

@@ -87,15 +87,10 @@ def fed(layer: PeerLayer, keys: torch.Tensor, values: torch.Tensor, prompt: int)
     return found
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "sinks"),
-    [
-        (Leave(), Leave(), 0),
-        (Leave(40), Leave(40), 6),
-        (Leave(0, 32), Leave(0, 32), 0),
-        (Leave(1, 32), Leave(33), 0),
-    ],
-)
+SAME = [(one, one, sinks) for one, sinks in ((Leave(), 0), (Leave(40), 6), (Leave(0, 32), 0))]
+
+
+@pytest.mark.parametrize(("keys", "values", "sinks"), [*SAME, (Leave(1, 32), Leave(33), 0)])
 def test_generated_tokens_are_rounded_as_the_whole_text(
     keys: Leave, values: Leave, sinks: int
 ) -> None:
@@ -240,36 +235,29 @@ def alone(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        RIGHT,
-        f"{RIGHT}\nprint('no newline', end='')",
-        f"```python\n{RIGHT}\n```\nThis doubles x.\n```python\nprint(1)\n```",
-        "    return 2 * x",  # the body alone, behind the prompt
-    ],
-)
-def test_right_programs_pass(code: str, alone: bool) -> None:
-    assert programs.passes(code, PROBLEM, alone=alone)
+RIGHT_ONES = [
+    RIGHT,
+    f"{RIGHT}\nprint('no newline', end='')",
+    f"```python\n{RIGHT}\n```\nThis doubles x.\n```python\nprint(1)\n```",
+    "    return 2 * x",  # the body alone, behind the prompt
+]
+WRONG_ONES = [
+    "def double(x):\n    return x",
+    "def double(x):\n    raise SystemExit(0)",
+    "import os\ndef double(x):\n    os._exit(0)",
+    "print('0123456789abcdef')\nexit(0)",
+    f"{RIGHT}\nimport atexit\natexit.register(print, 'behind')",
+    "def double(x):\n    return",
+    "def double(x):\n    return bytearray(1 << 32) and 2 * x",
+    "def double(x):\n    open('file', 'w').write('a' * (1 << 21))\n    return 2 * x",
+    "import os\ndef double(x):\n    for _ in range(40):\n        if not os.fork():\n"
+    "            import time\n            time.sleep(20)\n    return 2 * x",
+]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def double(x):\n    return x",
-        "def double(x):\n    raise SystemExit(0)",
-        "import os\ndef double(x):\n    os._exit(0)",
-        "print('0123456789abcdef')\nexit(0)",
-        f"{RIGHT}\nimport atexit\natexit.register(print, 'behind')",
-        "def double(x):\n    return",
-        "def double(x):\n    return bytearray(1 << 32) and 2 * x",
-        "def double(x):\n    open('file', 'w').write('a' * (1 << 21))\n    return 2 * x",
-        "import os\ndef double(x):\n    for _ in range(40):\n        if not os.fork():\n"
-        "            import time\n            time.sleep(20)\n    return 2 * x",
-    ],
-)
-def test_other_programs_do_not(code: str, alone: bool) -> None:
-    assert not programs.passes(code, PROBLEM, alone=alone)
+@pytest.mark.parametrize("code", RIGHT_ONES + WRONG_ONES)
+def test_right_programs_pass_and_other_ones_do_not(code: str, alone: bool) -> None:
+    assert programs.passes(code, PROBLEM, alone=alone) == (code in RIGHT_ONES)
 
 
 def test_no_program_reaches_a_network() -> None:
