@@ -91,9 +91,7 @@ def test_formats_are_named_once_or_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_inputs_have_memory_of_their_own_and_results_pass_the_check(
-    dtype: torch.dtype,
-) -> None:
+def test_inputs_have_memory_of_their_own_and_results_pass_the_check(dtype: torch.dtype) -> None:
     first, second = make_inputs(small("int8-g4/int4-g4", dtype=dtype), 2, CPU)
     assert first.q.shape == (2, 4, 64) and first.q.dtype == dtype
     (one,), (two,) = first.segments, second.segments

@@ -36,6 +36,7 @@ from kvquant.rows.format import RowFormat  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = Sizes(observed=1536, length=512, windows=4, context=160, scored=12)
+SMALL = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},
@@ -206,8 +207,7 @@ def test_every_family_is_calibrated(kind: str) -> None:
     model = tiny(kind)
     tokens = random_tokens(model.config_dict, 600)
     assert set(model.output_weights()) == {0, 1}
-    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
-    found = calibrate(model, tokens, sizes=sizes)
+    found = calibrate(model, tokens, sizes=SMALL)
     kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
     assert 0 < kl["int8", False] < kl["int4", False]
     # random weights leave nothing to gain but large biases, which some of them have
@@ -222,8 +222,7 @@ def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
     with torch.no_grad():
         model.model.model.layers[1].self_attn.k_proj.bias[3] = 9e4
     tokens = random_tokens(model.config_dict, 600)
-    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
-    found = calibrate(model, tokens, sizes=sizes)
+    found = calibrate(model, tokens, sizes=SMALL)
     assert found.formats == [("int4", "int4"), ("bf16", "bf16")]
     assert "its keys go up to" in found.facts["layers"][1]["kept"]
     assert found.facts["sensitivity"] == []
@@ -231,28 +230,27 @@ def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
     with torch.no_grad():
         model.model.model.layers[0].self_attn.v_proj.bias[0] = torch.nan
     with pytest.raises(NonFiniteError, match="layer 0 attends with NaN or Inf"):
-        calibrate(model, tokens, sizes=sizes)
+        calibrate(model, tokens, sizes=SMALL)
 
 
 def test_a_budget_counts_the_layers_that_stay_in_16_bit(tmp_path: Path) -> None:
     model = tiny("Llama")
-    tokens = random_tokens(model.config_dict, 600)
-    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    make = partial(calibrate, model, random_tokens(model.config_dict, 600), sizes=SMALL)
     layers = model.model.model.layers
     with torch.no_grad():
         layers[1].self_attn.v_proj.weight.mul_(1e6)
-    found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=11.0))
+    found = make(goal=Goal(budget=11.0))
     assert found.formats[1] == ("bf16", "bf16")
     assert 10.25 < found.bits <= 11.0
-    found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=10.0))
+    found = make(goal=Goal(budget=10.0))
     assert 9.25 <= found.bits <= 10.0  # the other layer has few bits
     with pytest.raises(ConfigError, match="a budget of 10 bits asks for rows of 2 and 3 bits"):
-        calibrate(model, None, sizes=sizes, goal=Goal(budget=10.0), zero_data=True)
+        calibrate(model, None, sizes=SMALL, goal=Goal(budget=10.0), zero_data=True)
     with pytest.raises(ConfigError, match=r"a budget of 9.0 bits is below 9.25"):
-        calibrate(model, tokens, sizes=sizes, goal=Goal(budget=9.0))
+        make(goal=Goal(budget=9.0))
     with torch.no_grad():
         layers[0].self_attn.v_proj.weight.mul_(1e6)
-    found = calibrate(model, tokens, sizes=sizes, goal=Goal(max_kl=1.0))
+    found = make(goal=Goal(max_kl=1.0))
     assert found.bits == 16 and found.facts["limit"]["met"]
     missed = {"max_kl": 0.25, "budget": None, "met": False}
     measured = {**found.facts["measured"], "kl": 0.5}

@@ -43,6 +43,12 @@ def ok(*args: object) -> str:
     return result.stdout
 
 
+def as_command(*args: object, **given: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, in the project's folder."""
+    command = [sys.executable, "-m", "kvquant", *map(str, args)]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=EXAMPLES.parent, **given)
+
+
 @pytest.fixture
 def prompt(tmp_path: Path) -> Path:
     path = tmp_path / "prompt.txt"
@@ -404,23 +410,14 @@ def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.Mon
 
 
 def test_python_runs_the_package_as_the_command() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "kvquant", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=EXAMPLES.parent,
-    ).stdout
-    assert __version__ in said
+    assert __version__ in as_command("--version", stdout=subprocess.PIPE).stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["inspect", "--help"]], ids=" ".join)
 def test_help_that_cannot_be_written_is_told(args: list[str]) -> None:
     with open("/dev/full", "wb") as file:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvquant", *args], stdout=file, stderr=subprocess.PIPE, text=True
-        )
+        done = as_command(*args, stdout=file)
     assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
 
 
@@ -495,13 +492,7 @@ def test_readers_that_have_seen_enough_are_no_error(raw: Path) -> None:
     ok("quantize", "--from", raw, "-o", path)
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvquant", "inspect", path],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=EXAMPLES.parent,
-    )
+    done = as_command("inspect", path, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 

@@ -217,7 +217,7 @@ def test_texts_of_other_lengths_have_the_same_graphs(short: Any) -> None:
 FOLLOW = {"batch_select_indices": [1], "reorder_cache": [2, 0, 1]}
 
 
-@pytest.mark.parametrize("follow", mark_slow(FOLLOW, ["batch_select_indices"]))
+@pytest.mark.parametrize("follow", mark_slow(FOLLOW, ["reorder_cache"]))
 def test_sequences_follow_behind_compiled_steps(short: Any, follow: str) -> None:
     """Padded ones, whose lengths differ."""
     places = FOLLOW[follow]

@@ -252,18 +252,25 @@ def changed(text: torch.Tensor, row: int, column: int) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"prompt_lookup_num_tokens": 3},
-        {"prefill_chunk_size": 5},
-        {"max_seq_len": 96},
-        {"dequantize": True},
-        {"return_dict_in_generate": True},
-    ],
-    ids=lambda options: next(iter(options), ""),
-)
+def begun(model: Any, batch: int, columns: int, **options: Any) -> tuple[QuantizedCache, Any]:
+    """A cache behind the answers to prompts, and these with their prompts."""
+    past = QuantizedCache(model, **FP16)
+    return past, model.generate(text_of(batch, columns), **caching(past), **SHORT | options)
+
+
+def goes_on(model: Any, past: QuantizedCache, text: Any, row: int, column: int, **more: Any) -> Any:
+    """Answer a text, after another one, changed in one place, which must be told."""
+    given = caching(past) | SHORT | more
+    with pytest.raises(ConfigError, match=rf"in column {column} of sequence {row}"):
+        model.generate(changed(text, row, column), **given)
+    return model.generate(text, **given)
+
+
+ANOTHER: list[dict[str, Any]] = [{}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}]
+ANOTHER += [{"max_seq_len": 96}, {"dequantize": True}, {"return_dict_in_generate": True}]
+
+
+@pytest.mark.parametrize("options", ANOTHER, ids=lambda options: next(iter(options), ""))
 def test_another_text_raises_and_changes_nothing(options: dict[str, Any], llama: Any) -> None:
     of_cache = {name: options[name] for name in ("max_seq_len", "dequantize") if name in options}
     given = SHORT | {name: one for name, one in options.items() if name not in of_cache}
@@ -317,22 +324,15 @@ def test_padding_is_not_compared(llama: Any) -> None:
     turn[1, :4] = 99
     mask = torch.cat([mask, torch.ones(2, 10, dtype=torch.int64)], dim=1)
     mask[0, 16:18] = 0
-    with pytest.raises(ConfigError, match=r"in column 4 of sequence 1"):
-        llama.generate(changed(turn, 1, 4), attention_mask=mask, **caching(past), **SHORT)
-    found = llama.generate(turn, attention_mask=mask, **caching(past), **SHORT)
-    turn, mask = (
-        torch.cat([found, text_of(2, 2)], dim=1),
-        torch.nn.functional.pad(mask, (0, 8), value=1),
-    )
+    found = goes_on(llama, past, turn, 1, 4, attention_mask=mask)
+    turn = torch.cat([found, text_of(2, 2)], dim=1)
     turn[0, 16:18] = 98
-    with pytest.raises(ConfigError, match=r"in column 18 of sequence 0"):
-        llama.generate(changed(turn, 0, 18), attention_mask=mask, **caching(past), **SHORT)
-    llama.generate(turn, attention_mask=mask, **caching(past), **SHORT)
+    mask = torch.nn.functional.pad(mask, (0, 8), value=1)
+    goes_on(llama, past, turn, 0, 18, attention_mask=mask)
 
 
 def test_new_ids_alone_go_on_with_what_is_known(llama: Any) -> None:
-    past, text = QuantizedCache(llama, **FP16), text_of(1, 8)
-    first = llama.generate(text, **caching(past), **SHORT)
+    past, first = begun(llama, 1, 8)
     new = torch.cat([first[:, past.get_seq_length() :], text_of(1, 3)], dim=1)
     mask = torch.ones(1, past.get_seq_length() + new.shape[1], dtype=torch.int64)
     answer = llama.generate(new, attention_mask=mask, **caching(past), **SHORT)
@@ -344,21 +344,14 @@ def test_new_ids_alone_go_on_with_what_is_known(llama: Any) -> None:
 
 
 def test_answers_of_one_prompt_are_texts_of_their_own(llama: Any) -> None:
-    past, text = QuantizedCache(llama, **FP16), text_of(2, 8)
-    sampled = SHORT | {"do_sample": True, "num_return_sequences": 2}
-    found = llama.generate(text, **caching(past), **sampled)
-    turn = torch.cat([found, text_of(4, 3)], dim=1)
-    with pytest.raises(ConfigError, match=r"in column 10 of sequence 3"):
-        llama.generate(changed(turn, 3, 10), **caching(past), **SHORT)
-    llama.generate(turn, **caching(past), **SHORT)
+    past, found = begun(llama, 2, 8, do_sample=True, num_return_sequences=2)
+    goes_on(llama, past, torch.cat([found, text_of(4, 3)], dim=1), 3, 10)
 
 
 def test_beams_are_not_the_answer(llama: Any) -> None:
     """The cache holds the beams that ran last: behind the prompt each differs from the answer."""
-    past, text = QuantizedCache(llama, **FP16), text_of(2, 8)
-    beams = SHORT | {"num_beams": 3}
-    found = llama.generate(text, **caching(past), **beams)
-    turn = torch.cat([found, text_of(2, 3)], dim=1)
+    past, found = begun(llama, 2, 8, num_beams=3)
+    turn, beams = torch.cat([found, text_of(2, 3)], dim=1), SHORT | {"num_beams": 3}
     with pytest.raises(ConfigError, match=r"in column 8 of sequence 0 a token of another beam"):
         llama.generate(turn, **caching(past), **beams)
     past.crop(8 - past.get_seq_length())  # the prompt alone
@@ -368,8 +361,7 @@ def test_beams_are_not_the_answer(llama: Any) -> None:
 
 
 def test_sequences_that_were_put_elsewhere_are_compared_there(llama: Any) -> None:
-    past, text = QuantizedCache(llama, **FP16), text_of(3, 8)
-    found = llama.generate(text, **caching(past), **SHORT)
+    past, found = begun(llama, 3, 8)
     for index in (torch.tensor([2, 0, 0]), torch.tensor([True, False, True])):
         past.batch_select_indices(index)
         found = found[index]
@@ -378,26 +370,20 @@ def test_sequences_that_were_put_elsewhere_are_compared_there(llama: Any) -> Non
     found = llama.generate(torch.cat([found, text_of(2, 2)], 1), **caching(past), **SHORT)
     past.batch_repeat_interleave(2)
     found = torch.cat([found.repeat_interleave(2, 0), text_of(4, 2)], dim=1)
-    with pytest.raises(ConfigError, match=r"in column 0 of sequence 3"):
-        llama.generate(changed(found, 3, 0), **caching(past), **SHORT)
-    llama.generate(found, **caching(past), **SHORT)
+    goes_on(llama, past, found, 3, 0)
 
 
 def test_what_is_cropped_is_not_compared(llama: Any) -> None:
     """Nor is what a loop of one's own has put behind it."""
-    past, text = QuantizedCache(llama, **FP16), text_of(1, 8)
-    found = llama.generate(text, **caching(past), **SHORT)
+    past, found = begun(llama, 1, 8)
     past.crop(-3)
     turn = torch.cat([found[:, :10], text_of(1, 8) + 3], dim=1)
     llama(turn[:, 10:14], **caching(past))
-    with pytest.raises(ConfigError, match=r"in column 9 of sequence 0"):
-        llama.generate(changed(turn, 0, 9), **caching(past), **SHORT)
-    llama.generate(turn, **caching(past), **SHORT)
+    goes_on(llama, past, turn, 0, 9)
 
 
 def test_a_call_that_failed_leaves_what_is_known(llama: Any) -> None:
-    past, text = QuantizedCache(llama, **FP16), text_of(1, 8)
-    found = llama.generate(text, **caching(past), **SHORT)
+    past, found = begun(llama, 1, 8)
     turn = torch.cat([found, text_of(1, 4)], dim=1)
 
     def fail(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -415,8 +401,7 @@ def test_a_call_that_failed_leaves_what_is_known(llama: Any) -> None:
 
 
 def test_copies_and_pickles_know_their_ids(llama: Any) -> None:
-    past, text = QuantizedCache(llama, **FP16), text_of(1, 8)
-    llama.generate(text, **caching(past), **SHORT)
+    past, _ = begun(llama, 1, 8)
     for one in (copy.deepcopy(past), pickle.loads(pickle.dumps(past))):
         with pytest.raises(ConfigError, match=OTHER):
             llama.generate(text_of(1, 30) + 2, **caching(one), **SHORT)
@@ -424,9 +409,7 @@ def test_copies_and_pickles_know_their_ids(llama: Any) -> None:
 
 def test_what_cannot_be_known_is_taken_for_the_text(llama: Any, tmp_path: Path) -> None:
     """What a file, a loop of one's own or embeddings have brought. From then on it is known."""
-    prompt = text_of(1, 8)
-    past = QuantizedCache(llama, **FP16)
-    llama.generate(prompt, **caching(past), **SHORT)
+    (past, _), prompt = begun(llama, 1, 8), text_of(1, 8)
     assert past.kv is not None
     save_cache(past.kv, tmp_path / "cache.safetensors")
     own, embedded = QuantizedCache(llama, **FP16), QuantizedCache(llama, **FP16)

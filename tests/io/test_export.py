@@ -359,10 +359,7 @@ def test_layouts_are_those_of_the_rows_that_a_cache_holds(tmp_path: Path) -> Non
         (lambda: export_cache(cache, path, "fbgemm"), words),
         (lambda: export_cache(cache, path, "xformers"), words),
         (lambda: export_cache(heads, path, "flashmla"), "use bf16, fp16, fbgemm, xformers"),
-        (
-            lambda: export_cache(other, path, "flashmla"),
-            "has rows of int8-g4: flashmla takes fp8",
-        ),
+        (lambda: export_cache(other, path, "flashmla"), "has rows of int8-g4: flashmla takes fp8"),
     )
     cache = latents("fp8", sink_len=0, recent_len=0)
     cache.layers[0].k_packed[1, 0, 7] = 0xFF

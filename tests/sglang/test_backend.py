@@ -403,10 +403,7 @@ def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None
     rope = "calls RowsAttention.forward_extend with k_rope="
     assert_refused(
         UnsupportedError,
-        (
-            lambda: forward(q, None, None, layer, batch),
-            "0 attends to another layer's K and V",
-        ),
+        (lambda: forward(q, None, None, layer, batch), "0 attends to another layer's K and V"),
         (lambda: forward(q, k, k, layer, batch, k_rope=k), rope),
         (lambda: write(layer, batch.out_cache_loc, k, k), "by kvquant's attention backend alone"),
         (lambda: backend.init_cuda_graph_state(4, 8), "graphs of one token for each sequence"),

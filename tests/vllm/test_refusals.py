@@ -87,10 +87,7 @@ def test_plans_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_refused(
         KVQuantError,
         (lambda: rows(layer(given), config=OTHER), "made for a 'llama' model with config"),
-        (
-            lambda: rows(layer(given), index=2),
-            "the plan has no layer 2: leave it out, or cal",
-        ),
+        (lambda: rows(layer(given), index=2), "the plan has no layer 2: leave it out, or cal"),
         (lambda: rows(draft), "has 3 KV heads on this rank, other layers 4: leave"),
     )
     draft.impl.is_draft = True  # whose model a plan does not know
