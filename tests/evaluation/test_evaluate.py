@@ -91,15 +91,12 @@ def phonebook(
     return found, found["retrieval"]["640"]["phonebook"], told
 
 
-@pytest.mark.parametrize(
-    ("answered", "facts", "tried"),
-    [
-        ((4, 8, 16), 16, [4, 8, 16]),
-        ((4, 8), 8, [4, 8, 16]),
-        ((4, 16), 4, [4, 8]),  # more facts than the first number that fails are not tried
-        ((), 4, [4, 4]),  # two prompts, and the third
-    ],
-)
+# of what 16 bit answers: more facts than the first number that fails are not tried; of none of them
+# two prompts, and the third
+ANSWERED = [((4, 8, 16), 16, [4, 8, 16]), ((4, 8), 8, [4, 8, 16]), ((4, 16), 4, [4, 8])]
+
+
+@pytest.mark.parametrize(("answered", "facts", "tried"), [*ANSWERED, ((), 4, [4, 4])])
 def test_a_task_takes_the_most_facts_that_16_bit_answers(
     model: CachedModel,
     answered: tuple[int, ...],

@@ -273,17 +273,13 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
     assert [at.seq_lens.tolist() for at in cache.layers] == [[12, 12]] * 2
 
 
+OF_LLAMA: list[tuple[str, dict[str, Any]]]
+OF_LLAMA = [("Llama", one) for one in ({}, {"placed": True}, {"drafts": False})]
+OF_LATENTS = pytest.param("DeepseekV3", {}, marks=needs_latents)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("Llama", {}),
-        ("Llama", {"placed": True}),
-        ("Llama", {"drafts": False}),
-        pytest.param("DeepseekV3", {}, marks=needs_latents),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "options"), [*OF_LLAMA, OF_LATENTS], ids=str)
 def test_a_step_that_fails_behind_its_append_is_taken_back(
     layer: int, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,11 +360,10 @@ PACKED: dict[str, Any] = {"sink_len": 0, "recent_len": 0}
 RECENT: dict[str, Any] = {"sink_len": 2, "recent_len": 6}
 
 
-@pytest.mark.parametrize(
-    ("rows", "kept", "limit"),
-    [("int4-g4", PACKED, 1e-3), ("int8", RECENT, 1e-2)],
-    ids=["int4-g4", "int8 and recent tokens"],
-)
+KEPT = [("int4-g4", PACKED, 1e-3), ("int8", RECENT, 1e-2)]
+
+
+@pytest.mark.parametrize(("rows", "kept", "limit"), KEPT, ids=["packed", "recent tokens"])
 def test_drafted_tokens_are_what_single_steps_make_of_them(
     rows: str, kept: dict[str, Any], limit: float
 ) -> None:

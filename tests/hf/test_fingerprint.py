@@ -41,8 +41,7 @@ def llama(seed: int = 0, tied: bool = False) -> Any:
 
 
 def toy_plan(config: dict[str, Any]) -> CachePlan:
-    made = example_plan(2, 1, 64)
-    return CachePlan({**made.facts, "model": model_identity(config)}, made.tensors)
+    return example_plan(2, 1, 64, config=config)
 
 
 def test_every_tensor_counts_and_every_seed() -> None:

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
@@ -62,12 +61,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A folder like the small one, with other entries in config.json and other files."""
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the network was asked")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr("builtins.input", refuse)
+    for name in ("socket.getaddrinfo", "socket.socket.connect", "builtins.input"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("the network was asked"))
 
     def folder(
         changes: Mapping[str, Any] | None = None,

@@ -218,7 +218,7 @@ def test_keys_that_are_turned_with_every_token_end_where_that_begins() -> None:
         model.step(cache, text[:, 32])
 
 
-LLAMA4 = {
+LLAMA4: dict[str, Any] = {
     "no_rope_layers": [0, 0],
     "floor_scale": 24,
     "attn_scale": 0.5,

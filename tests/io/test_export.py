@@ -176,10 +176,10 @@ def e4m3(byte: int) -> float:
     return -value if sign else value
 
 
-@pytest.mark.parametrize(
-    "to, dim, groups",
-    [("fbgemm", 128, 1), ("fbgemm", 128, 8), ("xformers", 64, 4), ("xformers", 512, 2)],
-)
+LAYOUTS = [("fbgemm", 128, 1), ("fbgemm", 128, 8), ("xformers", 64, 4), ("xformers", 512, 2)]
+
+
+@pytest.mark.parametrize("to, dim, groups", LAYOUTS)
 def test_int4_export_decodes_by_the_other_layout(
     tmp_path: Path, to: str, dim: int, groups: int
 ) -> None:

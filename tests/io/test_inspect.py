@@ -78,21 +78,17 @@ def test_scales_and_channels_are_those_of_the_rows(tmp_path: Path) -> None:
     assert d["warnings"][0].startswith("K of layer 1: a code's step")
 
 
-@pytest.mark.parametrize(
-    "layer, factor, warning",
-    [
-        pytest.param(2, 20.0, "K of layer 2: ranges over 8 times", id="wide"),
-        pytest.param(slice(None), 2000.0, "K of layers 0-3: scales over 127.9", id="unreadable"),
-        pytest.param(0, 0.0, "K of layer 0: scales of 0", id="constant"),
-        pytest.param(0, 1e-5, "K of layer 0: subnormal scales", id="tiny"),
-    ],
-)
-def test_doubtful_scales_are_warned_of(
-    tmp_path: Path, layer: int | slice, factor: float, warning: str
-) -> None:
-    values = make_keys()
-    values[layer, 0] *= factor
-    assert [w for w in describe(saved(tmp_path, values))["warnings"] if w.startswith(warning)]
+def test_doubtful_scales_are_warned_of(tmp_path: Path) -> None:
+    for layer, factor, warning in (
+        (2, 20.0, "K of layer 2: ranges over 8 times"),
+        (slice(None), 2000.0, "K of layers 0-3: scales over 127.9"),  # other programs cannot read
+        (0, 0.0, "K of layer 0: scales of 0"),
+        (0, 1e-5, "K of layer 0: subnormal scales"),
+    ):
+        values = make_keys()
+        values[layer, 0] *= factor
+        told = describe(saved(tmp_path, values))["warnings"]
+        assert any(one.startswith(warning) for one in told), (warning, told)
 
 
 def test_table_is_printable_and_complete(tmp_path: Path) -> None:
@@ -129,15 +125,9 @@ def test_tokens_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
     assert "  windows" not in render(describe(saved(tmp_path, make_keys())))
 
 
-@pytest.mark.parametrize(
-    "fmt, latent, rope",
-    [
-        ("int8-g4", "int8-g4", "bf16"),
-        ("int4-g8+fp8-g4", "int4-g8", "fp8-g4"),
-        ("fp8", "fp8", "bf16"),
-    ],
-)
-def test_latent_rows_are_told_as_such(tmp_path: Path, fmt: str, latent: str, rope: str) -> None:
+@pytest.mark.parametrize("fmt", ["int8-g4", "int4-g8+fp8-g4", "fp8"])
+def test_latent_rows_are_told_as_such(tmp_path: Path, fmt: str) -> None:
+    latent, rope = fmt.split("+") if "+" in fmt else (fmt, "bf16")
     cache = LatentKVCache(2, 1, 100, fmt=fmt, sink_len=2, recent_len=6)
     latents, ropes = make_keys(9, 50)[:, 0, 0, 0].movedim(1, 0).flatten(1).split([512, 64], dim=-1)
     latents[:, 5] += 30.0  # one channel has an offset

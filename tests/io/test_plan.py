@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from kvquant import CachedModel, KVCache, LatentKVCache, QuantizedCache, load_cache, save_cache
 from kvquant.calibration.fidelity import Planned
 from kvquant.errors import CheckpointError, ConfigError
-from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.latent import LatentPagedKVCache
@@ -31,9 +30,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 64}
 
 @pytest.fixture
 def plan() -> CachePlan:
-    plan = example_plan()
-    facts = {**plan.facts, "model": model_identity(CONFIG)}
-    return CachePlan(facts, plan.tensors)
+    return example_plan(config=CONFIG)
 
 
 @pytest.fixture
@@ -340,9 +337,8 @@ DOORS: dict[str, Callable[[Any, LlamaForCausalLM, Path], Any]] = {
 @pytest.mark.parametrize("name", DOORS)
 def test_a_path_is_taken_wherever_a_plan_is(name: str, tmp_path: Path) -> None:
     config, door = LlamaConfig(**SIZES), DOORS[name]
-    plan, path = example_plan(), tmp_path / "plan.safetensors"
-    facts = {**plan.with_formats("int8").facts, "model": model_identity(config.to_dict())}
-    plan = latent_plan() if "Latent" in name else CachePlan(facts, plan.tensors)
+    plan, path = example_plan(config=config.to_dict()), tmp_path / "plan.safetensors"
+    plan = latent_plan() if "Latent" in name else plan.with_formats("int8")
     plan.save(path)
     make = partial(AutoModelForCausalLM.from_config, config, attn_implementation="kvquant")
     models = [make() for _ in "abc"]

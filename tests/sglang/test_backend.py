@@ -26,8 +26,6 @@ from transformers import AutoConfig, LlamaConfig
 from kvquant import dequantize_rows
 from kvquant.engine.settings import Settings
 from kvquant.errors import CheckpointError, ConfigError, UnsupportedError
-from kvquant.io.model_id import model_identity
-from kvquant.io.plan import CachePlan
 from kvquant.sglang import environment, plugin
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 24
@@ -378,9 +376,8 @@ def test_plans_of_other_models_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     from kvquant.sglang import backend, layers
 
     LlamaConfig(head_dim=DIM).save_pretrained(tmp_path)
-    made = example_plan(3, KV_HEADS, DIM)
     config = AutoConfig.from_pretrained(tmp_path).to_dict()
-    plan = CachePlan({**made.facts, "model": model_identity(config)}, made.tensors)
+    plan = example_plan(3, KV_HEADS, DIM, config=config)
     asked = Settings("int8", "int4-g4", plan.with_formats("int8", "int4-g4"))
     monkeypatch.setattr(backend, "settings", lambda: asked)
     parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=1)

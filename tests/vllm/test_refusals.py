@@ -77,10 +77,9 @@ def test_layers_that_rows_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, path = example_plan(2, 4, 64), tmp_path / "plan.safetensors"
+    plan, path = example_plan(2, 4, 64, config=CONFIG.to_dict()), tmp_path / "plan.safetensors"
     plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
-    facts = {**plan.facts, "model": model_identity(CONFIG.to_dict())}
-    CachePlan(facts, plan.tensors).save(path)
+    plan.save(path)
     given = {"plan": str(path), "k_format": "int8", "v_format": "int8"}
     assert rows_of(monkeypatch, layer(given)).basis is not None
     draft, rows = layer(given, num_kv_heads=3), partial(rows_of, monkeypatch)
@@ -242,34 +241,24 @@ def test_flash_attention_is_given_the_layer(name: str, monkeypatch: pytest.Monke
         assert one is stand.given[key] or one == stand.given[key], key
 
 
-@pytest.mark.parametrize(
-    ("version", "layer", "told"),
-    [
-        (3, {}, "prompts attend by FlashAttention 3 of vLLM"),
-        (2, {}, "prompts attend by FlashAttention 2 of vLLM"),
-        (
-            2,
-            LAYERS["sink logits"],
-            "by torch's kernels: vLLM's FlashAttention for some layers is 2",
-        ),
-        (4, {}, "by torch's kernels: vLLM's FlashAttention for some layers is 4"),
-        (None, {}, "by torch's kernels: vLLM's FlashAttention for some layers is None"),
-    ],
-)
 def test_the_log_says_what_prompts_attend_by(
-    version: int | None,
-    layer: dict[str, Any],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, "vllm"):
-        found = [causal_of(monkeypatch, Stand(version), **layer) is not None]
-        assert found == ["of vLLM" in told]
-    lines = [record.getMessage() for record in caplog.records]  # vLLM logs other things, too
-    (line,) = {line for line in lines if "kvquant: prompts attend" in line}
-    assert told in line
+    without = "by torch's kernels: vLLM's FlashAttention for some layers is"
+    cases: list[tuple[int | None, dict[str, Any], str]] = [
+        *((n, {}, f"prompts attend by FlashAttention {n} of vLLM") for n in (3, 2)),
+        (2, LAYERS["sink logits"], f"{without} 2"),
+        *((n, {}, f"{without} {n}") for n in (4, None)),
+    ]
+    for version, layer, told in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "vllm"), monkeypatch.context() as patch:
+            is_theirs = causal_of(patch, Stand(version), **layer) is not None
+        assert is_theirs == ("of vLLM" in told)
+        lines = [record.getMessage() for record in caplog.records]  # vLLM logs other things, too
+        (line,) = {line for line in lines if "kvquant: prompts attend" in line}
+        assert told in line
 
 
 def test_torch_serves_where_vllm_has_no_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
