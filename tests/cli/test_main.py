@@ -326,8 +326,8 @@ BAD = [  # the command, and the error
     (f"quantize {{model}} --prompt /dev/zero {OUT}", "/dev/zero has more than 1 MiB: give a part"),
     ("bench --seconds -1", "-1.0 is not in the range x>0"),
     ("inspect {tmp}", "is a directory"),
-    (f"quantize {{model}} --prompt {{empty}} {OUT}", "no text"),
-    (f"quantize {{model}} --prompt {{binary}} {OUT}", "UTF-8"),
+    (f"quantize {{model}} --prompt {{tmp}}/empty.txt {OUT}", "no text"),
+    (f"quantize {{model}} --prompt {{tmp}}/binary.txt {OUT}", "UTF-8"),
 ]
 
 
@@ -371,8 +371,6 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
         "prompt": prompt,
         "raw": raw,
         "tmp": tmp_path,
-        "empty": tmp_path / "empty.txt",
-        "binary": tmp_path / "binary.txt",
         "long": 240 * "x",
     }
     _refuse_large_tensors(monkeypatch)

@@ -26,7 +26,7 @@ from kvquant.kernels.cuda.runtime.warmup import kernels_of
 
 pytest.importorskip("transformers")
 from families import CHANGES
-from hf_cases import random_module, tiny
+from hf_cases import TOLERANCE, random_module, tiny
 
 from kvquant.cache.layer import SPARE
 from kvquant.calibration.fidelity import options_of
@@ -112,16 +112,6 @@ def test_prompts_from_rows_come_in_chunks() -> None:
         Reading(from_rows=True)
 
 
-@pytest.mark.parametrize("reading", [Reading(), Reading(64, from_rows=True)])
-def test_answers_of_each_cache(reading: Reading) -> None:
-    model: Any = Counting()
-    exact, int8, int4 = ask_all(model, PROMPTS, CHOICES, reading)
-    assert exact == int8 == [[True, True, False], [True, False]]
-    assert int4 == [[False, False, True], [False, True]]
-    # each question begins behind the context alone
-    assert set(model.read) == {200, 201, 202} and model.read.count(200) == 3 * 3
-
-
 class Replayed(Counting, HybridModel):  # type: ignore[misc]  # a stand-in for its methods
     """As a graph on a GPU: each step writes its logits into one tensor. Layers have states, which a
     call of several tokens would forget."""
@@ -137,11 +127,15 @@ class Replayed(Counting, HybridModel):  # type: ignore[misc]  # a stand-in for i
         pass
 
 
-def test_steps_may_write_their_logits_anew() -> None:
-    model: Any = Replayed()
-    exact, int8, int4 = ask_all(model, PROMPTS, CHOICES, Reading())
-    assert exact == int8 == [[True, True, False], [True, False]]
-    assert int4 == [[False, False, True], [False, True]]
+def test_answers_of_each_cache() -> None:
+    models: list[Any] = [Counting(), Counting(), Replayed()]
+    for model, chunk in zip(models, (None, 64, None), strict=True):
+        reading = Reading(chunk, from_rows=chunk is not None)
+        exact, int8, int4 = ask_all(model, PROMPTS, CHOICES, reading)
+        assert exact == int8 == [[True, True, False], [True, False]]
+        assert int4 == [[False, False, True], [False, True]]
+        # each question begins behind the context alone
+        assert set(model.read) == {200, 201, 202} and model.read.count(200) == 3 * 3
 
 
 def test_a_question_longer_than_crop_can_take_back_gets_a_new_copy() -> None:
@@ -168,9 +162,6 @@ def test_a_question_longer_than_crop_can_take_back_gets_a_new_copy() -> None:
 def test_tokens_of_a_question_read_one_another_as_the_cache_has_them() -> None:
     """In one call they would read one another in 16 bit, and no window would look like a long one:
     of this model a ninth of the KL."""
-    from kvquant.cli.demo import MODEL
-    from kvquant.hf.model import CachedModel
-
     model = CachedModel.from_pretrained(MODEL)
     windows = torch.tensor(model.encode(HELD_OUT.read_text())[:400]).view(2, 200)
     fed = windows[:, 160:]
@@ -188,8 +179,6 @@ def test_tokens_of_a_question_read_one_another_as_the_cache_has_them() -> None:
 @pytest.mark.parametrize("packs", [False, True])
 def test_rounds_behind_layers_that_forget_begin_behind_the_prompt(packs: bool) -> None:
     """Cropping a long round could not bring back what a window has lost."""
-    from hf_cases import TOLERANCE, tiny
-
     model = tiny("Mistral", sliding_window=16, max_position_embeddings=1024)
     prompts = torch.arange(200).reshape(2, 100) % 97
     scheme = Scheme("fp16", "fp16") if packs else Scheme(model.exact_format, model.exact_format)
@@ -240,8 +229,6 @@ def test_texts_part_and_end_and_answers_are_found_by_a_pattern() -> None:
 @pytest.mark.extra("cuda")
 def test_kernels_of_all_copies_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of the soft cap that the model used with its 16-bit cache."""
-    from hf_cases import tiny
-
     told: list[list[Any]] = []
     monkeypatch.setattr(
         "kvquant.kernels.cuda.runtime.warmup.warm_up",

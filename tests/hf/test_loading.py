@@ -302,13 +302,13 @@ def test_a_model_of_the_hub_without_safetensors_is_refused(
         CachedModel.from_pretrained("name")
 
 
-@pytest.mark.parametrize(
-    "kind, said",
-    [
-        (GatedRepoError, "is gated .*hf auth login"),
-        (RepositoryNotFoundError, "no model on the Hugging Face hub: .* OWNER/NAME"),
-    ],
-)
+NOT_GIVEN: dict[type[Exception], str] = {
+    GatedRepoError: "is gated .*hf auth login",
+    RepositoryNotFoundError: "no model on the Hugging Face hub: .* OWNER/NAME",
+}
+
+
+@pytest.mark.parametrize("kind, said", NOT_GIVEN.items())
 def test_models_that_the_hub_does_not_give_are_told(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str
 ) -> None:
@@ -329,20 +329,17 @@ def test_models_that_the_hub_does_not_give_are_told(
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(
-    "name, said",
-    [
+def test_names_of_models_are_told_what_to_do() -> None:
+    for name, said in (
         ("meta-llama/Llama-3.2-1B", "no folder or GGUF file here, .*hf download .*give FOLDER"),
         ("/no/such/folder", "does not exist: give the folder of a model, a GGUF file, or"),
         (__file__, "is no GGUF file: give the folder"),
-    ],
-)
-def test_names_of_models_are_told_what_to_do(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        CachedModel.from_pretrained(name)
-    result = CliRunner().invoke(main, ["evaluate", name, "--cache", "int8"])
-    assert result.exit_code == 2
-    assert re.search(said, " ".join(result.output.split()))
+    ):
+        with pytest.raises(ConfigError, match=said):
+            CachedModel.from_pretrained(name)
+        result = CliRunner().invoke(main, ["evaluate", name, "--cache", "int8"])
+        assert result.exit_code == 2
+        assert re.search(said, " ".join(result.output.split()))
 
 
 def test_the_command_says_one_line(make: Make, tmp_path: Path) -> None:

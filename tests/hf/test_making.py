@@ -327,11 +327,13 @@ def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(BUNDLED)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_new_tokens": 20}, {"max_new_tokens": 60, "stop_sequence": "."}],
-    ids=["", "stop_sequence"],
-)
+LONGEST: list[dict[str, Any]] = [
+    {"max_new_tokens": 20},
+    {"max_new_tokens": 60, "stop_sequence": "."},
+]
+
+
+@pytest.mark.parametrize("options", LONGEST, ids=len)
 def test_a_pipeline_takes_the_cache(options: dict[str, Any], model: Any, tokenizer: Any) -> None:
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompt = tokenizer(TEXT, return_tensors="pt")
