@@ -16,7 +16,7 @@ import pytest
 import torch
 from devices import is_on
 
-from kvquant import CachedModel, CachePlan, CapturedStep, KVCache, load_cache, save_cache
+from kvquant import CachedModel, CachePlan, CapturedStep, load_cache, save_cache
 from kvquant.calibration.calibrate import Sizes, calibrate
 from kvquant.cli.demo import MODEL
 from kvquant.errors import ConfigError, DeviceError, UnsupportedModelError
@@ -110,19 +110,6 @@ def logits_of(model: Any, past: QuantizedCache, new: torch.Tensor) -> torch.Tens
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether logits are those: on CUDA queries have 16 bit, and one token more or less is 0.2."""
     return bool((found.cpu() - expected).norm() < 1e-2 * expected.norm())
-
-
-def assert_decodes(
-    cached: CachedModel, whole: CachedModel, **options: Any
-) -> tuple[KVCache, KVCache]:
-    """Assert that prompts and a step have the logits of the whole model; its cache and that one."""
-    given = tokens(3, 24), [24, 9, 17]
-    caches = cached.new_cache(3, 64, **FP16), whole.new_cache(3, 64, **FP16)
-    wanted = whole.prefill(caches[1], *given, **options)
-    assert close(cached.prefill(caches[0], *given, **options), wanted)
-    token = wanted.argmax(-1)
-    assert close(cached.step(caches[0], token), whole.step(caches[1], token))
-    return caches
 
 
 def assert_spread(cache: QuantizedCache, devices: list[str]) -> None:
@@ -264,6 +251,7 @@ def test_no_hook_brings_the_places_of_logits_elsewhere(
     """accelerate's hook of a whole model brings all tensors to one device, where the last layer
     need not be. "meta" is that device here."""
     accelerate = pytest.importorskip("accelerate")
+    whole, text, lens = tiny("Llama"), tokens(3, 40), [40, 3, 17]
     spread = CachedModel(tiny("Llama").model)
     if devices:
         split(spread.model, devices, monkeypatch)
@@ -273,8 +261,12 @@ def test_no_hook_brings_the_places_of_logits_elsewhere(
         return args, kwargs | {"logits_to_keep": keep}
 
     spread.model.register_forward_pre_hook(bring, with_kwargs=True)
-    cache, _ = assert_decodes(spread, tiny("Llama"), chunk=16)
-    assert cache.is_spread == bool(devices)
+    caches = whole.new_cache(3, 64, **FP16), spread.new_cache(3, 64, **FP16)
+    assert caches[1].is_spread == bool(devices)
+    wanted = whole.prefill(caches[0], text, lens, chunk=16)
+    assert close(spread.prefill(caches[1], text, lens, chunk=16), wanted)
+    token = wanted.argmax(-1)
+    assert close(spread.step(caches[1], token), whole.step(caches[0], token))
 
 
 def test_devices_are_those_of_weights_or_of_hooks(tmp_path: Path) -> None:
@@ -310,7 +302,12 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(
     cached, whole = CachedModel(model), tiny("Llama")
     assert cached.model.device.type == "meta"
     assert close(cached.plain(tokens(3, 24)), whole.plain(tokens(3, 24)))
-    assert_decodes(cached, whole)
+    caches = cached.new_cache(3, 64, **FP16), whole.new_cache(3, 64, **FP16)
+    given = tokens(3, 24), [24, 9, 17]
+    wanted = whole.prefill(caches[1], *given)
+    assert close(cached.prefill(caches[0], *given), wanted)
+    token = wanted.argmax(-1)
+    assert close(cached.step(caches[0], token), whole.step(caches[1], token))
     seen: list[torch.Tensor] = []
     for one in (cached, whole):
         one.observe(tokens(1, 24), lambda layer, q, k, v, scale: seen.append(k))
@@ -362,11 +359,16 @@ def test_accelerate_spreads_the_layers(first: Any) -> None:
 )
 def test_a_cached_model_where_accelerate_chooses_the_main_device(first: Any, second: Any) -> None:
     """Weights on the CPU are brought to a GPU then."""
-    whole, cached = tiny("Llama"), CachedModel(dispatched(first, second))
-    cache, _ = assert_decodes(cached, whole)
-    assert {one.type for one in cache.devices} == {"cuda"}
-    assert cache.is_spread == (second == 1)
-    assert close(cached.plain(tokens(3, 24)), whole.plain(tokens(3, 24)))
+    whole, given = tiny("Llama"), (tokens(3, 24), [24, 9, 17])
+    cached = CachedModel(dispatched(first, second))
+    caches = whole.new_cache(3, 64, **FP16), cached.new_cache(3, 64, **FP16)
+    assert {one.type for one in caches[1].devices} == {"cuda"}
+    assert caches[1].is_spread == (second == 1)
+    wanted = whole.prefill(caches[0], *given)
+    assert close(cached.prefill(caches[1], *given), wanted)
+    token = wanted.argmax(-1)
+    assert close(cached.step(caches[1], token), whole.step(caches[0], token))
+    assert close(cached.plain(given[0]), whole.plain(given[0]))
 
 
 SCRIPT = Path(__file__).parent.parent / "support" / "hf_rank.py"
