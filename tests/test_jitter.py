@@ -1,7 +1,9 @@
-"""`pytest --jitter` reaches every way to a product (10 s)."""
+"""`pytest --jitter` reaches every way to a product (10 s); workers of pytest-xdist have whole
+files."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,3 +105,16 @@ def test_products_that_inductor_calls_move(way: str, dtype: torch.dtype) -> None
     with jitter(5):
         assert not torch.equal(compiled(*given), before)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_worker_has_whole_files(
+    part: int, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    given = getattr(request.config, "workerinput", {}).get("mainargv", [])
+    if "--dist" not in given:
+        pytest.skip("asks of make's workers")
+    seen = tmp_path_factory.getbasetemp().parent / "workers"  # the folder of all workers
+    with seen.open("a", encoding="utf-8") as file:
+        print(os.environ["PYTEST_XDIST_WORKER"], file=file)
+    assert len({*seen.read_text(encoding="utf-8").split()}) == 1

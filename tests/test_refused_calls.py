@@ -644,30 +644,85 @@ def reads(*tokens: Any, **options: Any) -> Callable[[Reader], object]:
     return lambda of: of.model.prefill(of.cache, *tokens, **{"append": True, **options})
 
 
-def writes(count: Any = 3, batch: int = 2, **options: Any) -> Callable[[Reader], object]:
+def writes(count: Any = 3, batch: Any = 2, **options: Any) -> Callable[[Reader], object]:
     return lambda of: of.model.generate(of.cache, torch.ones(batch, 256), count, **options)
 
 
-OF_MODEL: Table = {
-    "prefill: it holds tokens": (reads(ids(2, 3), append=False), "ConfigError"),
-    "prefill: no flag": (reads(ids(2, 3), append=1), "ConfigError"),
-    "prefill: no tensor": (reads([[1], [2]]), "ConfigError"),
-    "prefill: another batch": (reads(ids(3, 3)), "ShapeError"),
-    "prefill: no axis of tokens": (reads(ids(2, 3)[0]), "ShapeError"),
-    "prefill: no token ids": (reads(ids(2, 3).float()), "ConfigError"),
-    "prefill: beyond the vocabulary": (reads(ids(2, 3) + 253), "ConfigError"),
-    "prefill: too few lengths": (reads(ids(2, 3), [3]), "ShapeError"),
-    "prefill: a length of nothing": (reads(ids(2, 3), [3, 0]), "ShapeError"),
-    "prefill: no chunk": (reads(ids(2, 3), chunk=0), "ConfigError"),
-    "prefill: more than there is room": (reads(ids(2, 24)), "ShapeError"),
-    "step: another batch": (lambda of: of.model.step(of.cache, ids(1, 3)[0]), "ShapeError"),
-    "step: no such token": (lambda of: of.model.step(of.cache, ids(1, 2)[0] + 255), "ConfigError"),
-    "generate: another batch": (writes(batch=3), "ShapeError"),
-    "generate: no tokens": (writes(0), "ConfigError"),
-    "generate: more than there is room": (writes(25), "ShapeError"),
-    "generate: an end beyond the vocabulary": (writes(eos_token_id=256), "ConfigError"),
-    "generate: no function": (writes(choose=1), "ConfigError"),
-}
+def of_transformers(of: Reader) -> Any:
+    return import_module("kvquant").QuantizedCache(of.model.model.config)
+
+
+INT64, OUTSIDE = "give token ids as int64", "is not in the vocabulary"
+NO_IDS: list[tuple[Any, str]] = [
+    (torch.ones(2, 4), f"torch.float32: {INT64}"),
+    (torch.ones(2, 4, dtype=torch.bool), INT64),
+    (ids(2, 2) + 253, f"token 256 {OUTSIDE}"),
+    (ids(2, 2) - 1, f"token -1 {OUTSIDE}"),
+    ([[1, 2], [3, 4]], "tokens are list: give a tensor"),
+]
+OF_MODEL: Table = table(
+    *(
+        (reads(ids(2, 20), lens), "ConfigError: : use whole numbers")
+        for lens in ([3.9, 7.2], torch.ones(2, dtype=torch.bool), [True, False])
+    ),
+    *((reads(ids(2, 20), n), "ShapeError: give [2] of 1 to 20") for n in ([0, 4], [21, 4], [3])),
+    (reads(ids(2, 40)), "ShapeError: 49 tokens do not fit"),
+    (reads(ids(2, 2), append=False), "ConfigError: tokens already ([9, 4] "),
+    (reads(ids(2, 2), append=1), "ConfigError: append is 1: use True or False"),
+    *((reads(ids(2, 2), chunk=chunk), "ConfigError: chunk ") for chunk in (0, 2.5, True)),
+    *(
+        (lambda of, use=use, wrong=wrong: use(of, wrong), f"ConfigError: {text}")
+        for wrong, text in NO_IDS
+        for use in (
+            lambda of, wrong: reads(wrong)(of),
+            lambda of, wrong: of.model.plain(wrong),
+            lambda of, wrong: of.model.observe(wrong, print),
+        )
+    ),
+    *(
+        (reads(wrong), "ShapeError: give [2, 1 or more]")
+        for wrong in (ids(3, 4), ids(2, 4)[..., None], ids(2, 0), ids(2, 3)[0])
+    ),
+    *(
+        (lambda of, wrong=wrong: of.model.step(of.cache, wrong), text)
+        for wrong, text in (
+            (ids(2, 1), "ShapeError: give [2]"),
+            (ids(1, 3)[0], "ShapeError: give [2]"),
+            (torch.ones(2), f"ConfigError: {INT64}"),
+            (ids(1, 2)[0] + 255, f"ConfigError: {OUTSIDE}"),
+        )
+    ),
+    *((writes(n), "ConfigError: num_tokens ") for n in (0, -3, 2.5, True, "4")),
+    (writes(25), "ShapeError: 33 tokens do not fit into a cache with max_seq"),
+    *((writes(2, batch=n), f"ShapeError: logits are [{n}, 256]: give [2, vocab") for n in (1, 3)),
+    (lambda of: of.model.generate(of.cache, [[0.0]], 2), "ConfigError: logits is of type list"),
+    *(
+        (writes(5, **{name: value}), f"ConfigError: {text}")
+        for name, value, text in (
+            ("eos_token_id", [2, 256], f"eos_token_id 256 {OUTSIDE}"),
+            ("eos_token_id", -1, f"eos_token_id -1 {OUTSIDE}"),
+            ("eos_token_id", "</s>", "eos_token_id is '</s>': use whole numbers"),
+            ("eos_token_id", True, "eos_token_id is torch.bool: use whole numbers"),
+            ("choose", [], "choose is of type list: give a function of a tensor"),
+            ("choose", lambda x: x[:, 0], f"tokens are torch.float32: {INT64}"),
+            ("choose", lambda x: x.argmax(-1) + 256, OUTSIDE),
+        )
+    ),
+    *((lambda of, n=n: of.model.stepper("x", n), "ConfigError: of type str") for n in (2, 20)),
+    (lambda of: of.model.encode("Nero"), "ConfigError: encode needs "),
+    (lambda of: of.model.decode([1, 2]), "ConfigError: decode needs "),
+    (
+        lambda of: of.model.generate(of.model.new_cache(2, 32), torch.ones(2, 256), 3),
+        "ConfigError: holds [0, 0] tokens",
+    ),
+    *(
+        (lambda of, use=use: use(of.model, of_transformers(of)), f"ConfigError: {text}")
+        for use, text in (
+            (lambda model, it: model.prefill(it, ids(1, 3)), "type QuantizedCache: give a KVCache"),
+            (lambda model, it: model.step(it, ids(1, 1)[0]), "or the kv of a QuantizedCache"),
+        )
+    ),
+)
 OF_TRANSFORMERS: Table = {
     "crop: no negative number": (lambda of: of.cache.crop(1), "ConfigError"),
     "reorder: no place": (lambda of: of.cache.reorder_cache(torch.tensor([0, 2])), "ShapeError"),

@@ -1,12 +1,17 @@
-"""kvquant bench with a fake timer on the CPU: cases, checks, torch's attention, the command."""
+"""kvquant bench with a fake timer on the CPU: cases, checks, torch's attention, the command; and
+its stopwatches."""
 
 from __future__ import annotations
 
 import json
 import math
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click.testing
@@ -28,8 +33,8 @@ from kvquant.bench.cases import (
     parse_formats,
     rehearse_case,
 )
-from kvquant.bench.measure import BACKENDS, measure, render_results, torch_calls
-from kvquant.bench.timer import Call, GraphTimer
+from kvquant.bench.measure import BACKENDS, measure, render_machine, render_results, torch_calls
+from kvquant.bench.timer import Call, GraphTimer, Timer, describe_machine
 from kvquant.cli import bench as command
 from kvquant.cli import main as cli
 from kvquant.errors import ConfigError, KVQuantError
@@ -86,7 +91,7 @@ def test_formats_are_named_once_or_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_inputs_have_memory_of_their_own(dtype: torch.dtype) -> None:
+def test_inputs_have_memory_of_their_own_and_results_pass_the_check(dtype: torch.dtype) -> None:
     first, second = make_inputs(small("int8-g4/int4-g4", dtype=dtype), 2, CPU)
     assert first.q.shape == (2, 4, 64) and first.q.dtype == dtype
     (one,), (two,) = first.segments, second.segments
@@ -97,12 +102,7 @@ def test_inputs_have_memory_of_their_own(dtype: torch.dtype) -> None:
     assert len({x.data_ptr() for s in (one, two) for x in (s.k_rows, s.v_rows)}) == 4
     k, v = one.dequantized(0)
     assert k.std() == pytest.approx(1, abs=0.1) and not torch.equal(k, v)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_right_results_pass_the_check(dtype: torch.dtype) -> None:
-    case = small("int8/int4-g4", dtype=dtype)
-    error = check(case, make_inputs(case, 1, CPU)[0])
+    error = check(small("int8-g4/int4-g4", dtype=dtype), first)
     assert 0 < error < (3e-3 if dtype == torch.bfloat16 else 8e-4)
 
 
@@ -300,27 +300,18 @@ def test_what_was_measured_is_printed_and_kept(
     assert done.exit_code == 2 and "none of the cases fits the GPU" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--format", "int4/int5"], "'int5' is not one of 'int2', 'int3', 'int4', "),
-        (["--format", "int4/int4/int4"], "is not FORMAT or FORMAT/FORMAT"),
-        (["--json", "x.txt"], "name it NAME.json"),
-        (["--q-heads", 7], "--q-heads 7 is not a multiple of --kv-heads 8"),
-        (["no-such-model"], "no-such-model"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
 def test_mistakes_are_named_before_anything_runs(
-    gpu: None, options: list[object], message: str
+    gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = run(*options)
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert message in done.stderr
-
-
-def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, message in (
+        (("--format", "int4/int5"), "'int5' is not one of 'int2', 'int3', 'int4', "),
+        (("--format", "int4/int4/int4"), "is not FORMAT or FORMAT/FORMAT"),
+        (("--json", "x.txt"), "name it NAME.json"),
+        (("--q-heads", 7), "--q-heads 7 is not a multiple of --kv-heads 8"),
+        (("no-such-model",), "no-such-model"),
+    ):
+        done = run(*options)
+        assert (done.exit_code, done.stdout) == (2, "") and message in done.stderr, options
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = run("--device", "cuda")
     assert done.exit_code == 2
@@ -346,3 +337,106 @@ def test_no_call_of_torch_is_timed_on_a_gpu_that_refuses_it() -> None:
     timer = GraphTimer(0.01)
     calls: dict[str, list[Call]] = torch_calls(case.exact, make_inputs(case.exact, 1, timer.device))
     assert measuring.running(calls)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "copies"), [(1 << 30, 1), (60 << 20, 4), (1 << 20, 240), (1 << 10, 0)], ids=str
+)
+def test_inputs_outgrow_the_l2_cache(nbytes: int, copies: int) -> None:
+    timer = GraphTimer.__new__(GraphTimer)
+    timer.l2_bytes = 60 << 20
+    assert timer.rotation(nbytes) == copies
+
+
+def test_l2_is_overwritten_outside_of_the_time_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def noting(what: str) -> Callable[[], None]:
+        return lambda: log.append(what)
+
+    @contextmanager
+    def capture(graph: object) -> Iterator[None]:
+        log.append("capture")
+        yield
+        log.append("captured")
+
+    event = SimpleNamespace(record=noting("event"), elapsed_time=lambda end: 0.012)  # ms
+    graph = SimpleNamespace(replay=noting("replay"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: enable_timing and event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", noting("synchronize"))
+    timer: Any = GraphTimer.__new__(GraphTimer)
+    timer.scratch, timer.microseconds = SimpleNamespace(zero_=noting("overwrite")), 240.0
+    replay = ["overwrite", "event", "replay", "event"]
+
+    assert timer.alone(noting("call")) == pytest.approx(12.0)
+    begin = ["call", "synchronize", "capture", "call", "captured"]
+    assert log == [*begin, *3 * replay, "synchronize", *20 * replay, "synchronize"]
+    log.clear()
+    assert timer.alone(lambda: None, limit=11.0) == pytest.approx(12.0)
+    assert log.count("replay") == 3
+    log.clear()
+    assert timer.in_a_row([*map(noting, "01234")]) == 1.0
+    assert log[:5] == [str(i) for i in range(5)]  # each once before the capture
+    assert log[7:19] == [str(i % 5) for i in range(12)]
+
+
+def test_calls_of_a_cpu_take_turns() -> None:
+    log: list[str] = []
+    times = Timer(0.01).alone_each([lambda: log.append("a"), lambda: log.append("b")])
+    assert len(times) == 2 and min(times) > 0
+    assert log[::2] == ["a"] * (len(log) // 2) and log[1::2] == ["b"] * (len(log) // 2)
+
+
+def test_a_call_much_slower_than_an_earlier_one_is_timed_roughly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+
+    def alone(timer: object, call: Callable[[], float], limit: float) -> float:
+        limits.append(limit)
+        return call()
+
+    monkeypatch.setattr(GraphTimer, "alone", alone)
+
+    def large() -> float:
+        raise torch.OutOfMemoryError
+
+    timer = GraphTimer.__new__(GraphTimer)
+    inf = float("inf")
+    assert timer.alone_each([large, lambda: 3.0, lambda: 9.0, lambda: 2.0]) == [inf, 3, 9, 2]
+    assert limits == [inf, inf, 6, 6]
+
+
+AMD = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+model name\t: AMD EPYC
+
+processor\t: 1
+model name\t: AMD EPYC
+"""
+ARM = """processor\t: 0
+BogoMIPS\t: 2000.00
+CPU part\t: 0xd4f
+"""
+
+
+def test_a_record_of_the_machine_names_processor_versions_and_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Timer, "read_bandwidth", lambda timer: 34.71)
+    monkeypatch.setattr(timer_module, "CPUINFO", tmp_path / "cpuinfo")
+    named = {"": platform.machine(), AMD: "AMD EPYC (family 25, model 17)"}
+    for text, name in (named | {ARM: platform.machine()}).items():
+        if text:
+            timer_module.CPUINFO.write_text(text)
+        machine = describe_machine(Timer(), "0.1.0")
+        assert machine.device == name
+    assert machine.backend == f"{torch.get_num_threads()} threads"
+    assert machine.torch == torch.__version__
+    assert machine.kvquant == "0.1.0" and machine.date.endswith("+00:00")
+    first, second = render_machine(machine).splitlines()
+    assert first.startswith(machine.device) and second == "peak bandwidth 35 GB/s"

@@ -7,28 +7,16 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from fake_timer import CPU, MACHINE, FakeTimer
 
-from kvquant.bench.timer import Call, Machine
+from kvquant.bench.timer import Call
 from kvquant.kernels.cuda.runtime.launch import GPUS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import peers
-
-CPU = torch.device("cpu")
-
-
-class FakeTimer:
-    """Runs every call once; it takes 10 us."""
-
-    device = CPU
-
-    def alone(self, call: Any, limit: float) -> float:
-        call()
-        return 10.0
 
 
 @pytest.mark.slow
@@ -65,11 +53,10 @@ def test_wrong_results_are_named_and_not_timed(capsys: pytest.CaptureFixture[str
 def test_json_says_what_was_measured_and_where(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine = Machine("a GPU", "CUDA 13.0", "2.11", "0.1", "2026", 4350.0)
     compiled: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(peers, "GraphTimer", FakeTimer)
-    monkeypatch.setattr(peers, "describe_machine", lambda timer, version: machine)
+    monkeypatch.setattr(peers, "describe_machine", lambda timer, version: MACHINE)
     monkeypatch.setattr(peers, "gpu_of", lambda index: GPUS["sm_90"])
     monkeypatch.setattr(peers, "compile_kernels", lambda specs, arch: compiled.extend(specs))
     monkeypatch.setattr(peers, "commit", lambda: "0123abc")
@@ -78,7 +65,7 @@ def test_json_says_what_was_measured_and_where(
     monkeypatch.setattr(sys, "argv", ["peers.py", *given, "--json", str(file)])
     peers.main()
     found = json.loads(file.read_text())
-    assert found["machine"]["device"] == "a GPU" and found["commit"] == "0123abc"
+    assert found["machine"]["device"] == "GPU" and found["commit"] == "0123abc"
     assert compiled == []
     assert [(one["shape"], one["project"], one["cache"]) for one in found["peers"]] == [
         ("4:2x8x2", "torch", "BF16")

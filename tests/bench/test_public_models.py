@@ -1,4 +1,5 @@
-"""tests/benchmarks/public_models.py in small: rows, caches of peers, programs, losses (20 s)."""
+"""tests/benchmarks/public_models.py in small: rows, caches of peers, programs, losses (20 s); and
+what pages show of them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,20 @@ import public_models
 from click.testing import CliRunner
 from peer_caches import EXACT, Leave, PeerLayer, PeerReference, Shipped, ggml, new_cache, shipped
 from peer_schemes import kivi, kivi_keys, kivi_values
-from public_tables import AGAIN, at_most, losses
+from public_tables import (
+    AGAIN,
+    CODERS,
+    NONE,
+    OWN,
+    PUBLIC,
+    WINDOW,
+    at_most,
+    behind_code,
+    humaneval,
+    losses,
+    overview,
+    overview_about,
+)
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
 
@@ -73,15 +87,10 @@ def fed(layer: PeerLayer, keys: torch.Tensor, values: torch.Tensor, prompt: int)
     return found
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "sinks"),
-    [
-        (Leave(), Leave(), 0),
-        (Leave(40), Leave(40), 6),
-        (Leave(0, 32), Leave(0, 32), 0),
-        (Leave(1, 32), Leave(33), 0),
-    ],
-)
+SAME = [(one, one, sinks) for one, sinks in ((Leave(), 0), (Leave(40), 6), (Leave(0, 32), 0))]
+
+
+@pytest.mark.parametrize(("keys", "values", "sinks"), [*SAME, (Leave(1, 32), Leave(33), 0)])
 def test_generated_tokens_are_rounded_as_the_whole_text(
     keys: Leave, values: Leave, sinks: int
 ) -> None:
@@ -226,36 +235,29 @@ def alone(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        RIGHT,
-        f"{RIGHT}\nprint('no newline', end='')",
-        f"```python\n{RIGHT}\n```\nThis doubles x.\n```python\nprint(1)\n```",
-        "    return 2 * x",  # the body alone, behind the prompt
-    ],
-)
-def test_right_programs_pass(code: str, alone: bool) -> None:
-    assert programs.passes(code, PROBLEM, alone=alone)
+RIGHT_ONES = [
+    RIGHT,
+    f"{RIGHT}\nprint('no newline', end='')",
+    f"```python\n{RIGHT}\n```\nThis doubles x.\n```python\nprint(1)\n```",
+    "    return 2 * x",  # the body alone, behind the prompt
+]
+WRONG_ONES = [
+    "def double(x):\n    return x",
+    "def double(x):\n    raise SystemExit(0)",
+    "import os\ndef double(x):\n    os._exit(0)",
+    "print('0123456789abcdef')\nexit(0)",
+    f"{RIGHT}\nimport atexit\natexit.register(print, 'behind')",
+    "def double(x):\n    return",
+    "def double(x):\n    return bytearray(1 << 32) and 2 * x",
+    "def double(x):\n    open('file', 'w').write('a' * (1 << 21))\n    return 2 * x",
+    "import os\ndef double(x):\n    for _ in range(40):\n        if not os.fork():\n"
+    "            import time\n            time.sleep(20)\n    return 2 * x",
+]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def double(x):\n    return x",
-        "def double(x):\n    raise SystemExit(0)",
-        "import os\ndef double(x):\n    os._exit(0)",
-        "print('0123456789abcdef')\nexit(0)",
-        f"{RIGHT}\nimport atexit\natexit.register(print, 'behind')",
-        "def double(x):\n    return",
-        "def double(x):\n    return bytearray(1 << 32) and 2 * x",
-        "def double(x):\n    open('file', 'w').write('a' * (1 << 21))\n    return 2 * x",
-        "import os\ndef double(x):\n    for _ in range(40):\n        if not os.fork():\n"
-        "            import time\n            time.sleep(20)\n    return 2 * x",
-    ],
-)
-def test_other_programs_do_not(code: str, alone: bool) -> None:
-    assert not programs.passes(code, PROBLEM, alone=alone)
+@pytest.mark.parametrize("code", RIGHT_ONES + WRONG_ONES)
+def test_right_programs_pass_and_other_ones_do_not(code: str, alone: bool) -> None:
+    assert programs.passes(code, PROBLEM, alone=alone) == (code in RIGHT_ONES)
 
 
 def test_no_program_reaches_a_network() -> None:
@@ -361,3 +363,82 @@ def test_humaneval_asks_every_cache_and_goes_on(
     # the same numbers for every cache: what rounds nothing writes the same
     assert pairs["same 9"] == greedy and pairs["same 11"] == sampled
     assert "loss at most" in output
+
+
+CONTEXTS = 1024, 4096, 16384
+PEER = "KIVI-4, residual of 128"
+CACHES = [*OWN, PEER]
+ASKED = {"measure": "humaneval", "problems": 600}
+
+
+def scored(model: str, cache: str, context: int, window: list[int] | None = None) -> dict[str, Any]:
+    """A row of KL. The digits of its KL are those of model, cache, window and context; its bits
+    are those of model and window."""
+    of_model, of_window = [*PUBLIC].index(model), (None, WINDOW, NONE).index(window)
+    digits = of_model, CACHES.index(cache), of_window, CONTEXTS.index(context)
+    key: dict[str, Any] = {"measure": "kl", "passages": 16, "scored": 64, "device": "cuda"}
+    key |= {"cache": cache, "context": context} | ({} if window is None else {"window": window})
+    kl = float(f"0.{''.join(map(str, digits))}")
+    return {"key": key, "kl": kl, "top1": 0.9, "packed_bits": 10.0 * of_model + of_window}
+
+
+def answered(cache: str, place: str, at: int, passed: str, *window: list[int]) -> dict[str, Any]:
+    """A row of HumanEval, of 600 problems: right ("1") or not, in turn."""
+    key = ASKED | {"cache": cache, "place": place, "sample": at}
+    return {
+        "key": key | ({"window": window[0]} if window else {}),
+        "passed": passed * (600 // len(passed)),
+    }
+
+
+def public() -> dict[str, list[dict[str, Any]]]:
+    rows = {
+        model: [
+            *(scored(model, one, at, w) for one in OWN for at in CONTEXTS for w in (WINDOW, NONE)),
+            *(scored(model, PEER, at) for at in CONTEXTS[:2]),
+        ]
+        for model in PUBLIC
+    }
+    for model, found in rows.items():  # a check on another device
+        found.append(scored(model, "default", 4096, WINDOW) | {"kl": 0.9})
+        found[-1]["key"]["device"] = "cpu"
+    for model, alone in zip(CODERS, ("1010", "1000"), strict=True):
+        rows[model] += [
+            answered("16 bit", "alone", 0, "1101"),
+            answered(AGAIN, "alone", 0, "1111"),
+            answered("default", "alone", 0, alone, WINDOW),
+            answered("default", "alone", 0, "0000", NONE),
+            # behind code 16 bit has one sample of transformers' cache, and two of kvquant's
+            answered("16 bit", "behind", 0, "1010"),
+            *(answered(AGAIN, "behind", at, one) for at, one in enumerate(("0000", "1111"))),
+            *(answered("default", "behind", at, "0101", WINDOW) for at in range(3)),
+            *(answered("plan int4", "behind", at, "1110", WINDOW) for at in range(2)),
+        ]
+    return rows
+
+
+def test_the_overview_has_both_windows_one_context_and_answers_alone() -> None:
+    head, default, *others = overview(public())
+    assert head[2:-2] == [*PUBLIC] and head[-1] == "HumanEval, 1.5B: lost / won"
+    kl = ["0.0011, 0.0021", *(f"**0.{at}011**, **0.{at}021**" for at in (1, 2, 3))]
+    assert default == ["the default", "31.00, 32.00", *kl, "300 / 150", "300 / 0"]
+    kl = [f"**0.{at}701**" for at in range(4)]
+    assert others[-1] == ["KIVI-4", "30.00", *kl, "-", "-"]
+    about = overview_about(public())
+    assert about.startswith("KL: 1,024 tokens") and "behind 4,096 others" in about
+    assert about.endswith("of 600 problems 16 bit solved 450 and 450")
+
+
+def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> None:
+    head, *lines = humaneval(public())
+    assert head[1:4] == [f"{CODERS[0]}: {one}" for one in ("KL", "alone", "behind code")]
+    cells = {cache: [one.partition(":")[0] for one in found] for cache, *found in lines}
+    assert cells["16 bit again"][1:3] == ["0 / 150 of 600", "300 / 0 of 600"]
+    # of sample 0 with transformers' cache, of sample 1 with kvquant's, of sample 2 with none
+    assert cells["the default"][:3] == ["**0.2010**", "300 / 150 of 600", "600 / 300 of 1,200"]
+    assert cells["the default, no window"][:3] == ["**0.2020**", "450 / 0 of 600", "-"]
+    # problems lose 1 and -1/2 in turn: 25 points and 1.645 standard errors of 3.06. With a plan
+    # they lose 0, -1/2, 0 and 1/2: no points, and 1.645 standard errors of 1.44
+    bounds = "30.0 and 30.0", "2.4 and 2.4"
+    found = behind_code(public())
+    assert all(f"at most {one}" in found for one in bounds)

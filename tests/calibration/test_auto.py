@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from example_plan import example_plan
+from refusals import assert_refused
 
 from kvquant import PagedKVCache
 from kvquant.calibration import auto
@@ -98,13 +99,22 @@ def test_every_door_takes_it(model: CachedModel, made: list[Any]) -> None:
         assert QuantizedCache(model.model, plan=none)._outline.bases is None
 
 
-def test_what_contradicts_it_is_refused(model: CachedModel, made: list[Any], folder: Path) -> None:
-    with pytest.raises(ConfigError, match="needs the model, and LlamaConfig is none"):
-        QuantizedCache(model.model.config, plan="auto")
-    with pytest.raises(ConfigError, match="v_format with plan 'auto'"):
-        model.new_cache(1, 64, plan="auto", v_format="int8")
-    with pytest.raises(ConfigError, match="needs the model"):
-        parse_cache("auto")
+def test_what_contradicts_it_is_refused_before_one_is_made(
+    model: CachedModel, made: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = partial(model.new_cache, 1, 64, plan="auto")
+    assert_refused(
+        ConfigError,
+        (partial(QuantizedCache, model.model.config, plan="auto"), "needs the model, and LlamaCo"),
+        (partial(new, v_format="int8"), "v_format with plan 'auto'"),
+        (lambda: parse_cache("auto"), "needs the model"),
+        (partial(QuantizedCache, model.model, plan="auto"), "attends by"),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        assert_refused(ConfigError, (new, "run `kvquant calibrate MODEL` once"))
+    monkeypatch.setattr(model.model, FOLDED, "before", raising=False)
+    assert_refused(ConfigError, (lambda: auto.auto_plan(model), "plan that fold_values returned"))
     assert not made and not folder.exists()
 
 
@@ -239,21 +249,6 @@ def test_a_plan_of_other_weights_is_refused_at_every_door(
             door()
     tell_settings(Settings.parse({"plan": path}), str(tmp_path))  # no model: said, and no error
     assert "was not compared with the weights" in caplog.text
-
-
-def test_what_cannot_have_a_plan_is_known_before_one_is_made(
-    model: CachedModel, made: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="attends by"):
-        QuantizedCache(model.model, plan="auto")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="run `kvquant calibrate MODEL` once"):
-        model.new_cache(1, 64, plan="auto")
-    monkeypatch.undo()
-    monkeypatch.setattr(model.model, FOLDED, "before", raising=False)
-    with pytest.raises(ConfigError, match="the plan that fold_values returned"):
-        auto.auto_plan(model)
-    assert not made
 
 
 def test_a_model_of_few_positions_has_shorter_passages() -> None:

@@ -1,11 +1,12 @@
 """The whole of calibration, on the bundled model and on small random ones (25 s)."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import assert_refused
 from relative_l2 import relative_l2
 from slow_cases import mark_slow
 
@@ -35,6 +36,7 @@ from kvquant.rows.format import RowFormat  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = Sizes(observed=1536, length=512, windows=4, context=160, scored=12)
+SMALL = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},
@@ -205,8 +207,7 @@ def test_every_family_is_calibrated(kind: str) -> None:
     model = tiny(kind)
     tokens = random_tokens(model.config_dict, 600)
     assert set(model.output_weights()) == {0, 1}
-    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
-    found = calibrate(model, tokens, sizes=sizes)
+    found = calibrate(model, tokens, sizes=SMALL)
     kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
     assert 0 < kl["int8", False] < kl["int4", False]
     # random weights leave nothing to gain but large biases, which some of them have
@@ -221,8 +222,7 @@ def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
     with torch.no_grad():
         model.model.model.layers[1].self_attn.k_proj.bias[3] = 9e4
     tokens = random_tokens(model.config_dict, 600)
-    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
-    found = calibrate(model, tokens, sizes=sizes)
+    found = calibrate(model, tokens, sizes=SMALL)
     assert found.formats == [("int4", "int4"), ("bf16", "bf16")]
     assert "its keys go up to" in found.facts["layers"][1]["kept"]
     assert found.facts["sensitivity"] == []
@@ -230,28 +230,27 @@ def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
     with torch.no_grad():
         model.model.model.layers[0].self_attn.v_proj.bias[0] = torch.nan
     with pytest.raises(NonFiniteError, match="layer 0 attends with NaN or Inf"):
-        calibrate(model, tokens, sizes=sizes)
+        calibrate(model, tokens, sizes=SMALL)
 
 
 def test_a_budget_counts_the_layers_that_stay_in_16_bit(tmp_path: Path) -> None:
     model = tiny("Llama")
-    tokens = random_tokens(model.config_dict, 600)
-    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    make = partial(calibrate, model, random_tokens(model.config_dict, 600), sizes=SMALL)
     layers = model.model.model.layers
     with torch.no_grad():
         layers[1].self_attn.v_proj.weight.mul_(1e6)
-    found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=11.0))
+    found = make(goal=Goal(budget=11.0))
     assert found.formats[1] == ("bf16", "bf16")
     assert 10.25 < found.bits <= 11.0
-    found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=10.0))
+    found = make(goal=Goal(budget=10.0))
     assert 9.25 <= found.bits <= 10.0  # the other layer has few bits
     with pytest.raises(ConfigError, match="a budget of 10 bits asks for rows of 2 and 3 bits"):
-        calibrate(model, None, sizes=sizes, goal=Goal(budget=10.0), zero_data=True)
+        calibrate(model, None, sizes=SMALL, goal=Goal(budget=10.0), zero_data=True)
     with pytest.raises(ConfigError, match=r"a budget of 9.0 bits is below 9.25"):
-        calibrate(model, tokens, sizes=sizes, goal=Goal(budget=9.0))
+        make(goal=Goal(budget=9.0))
     with torch.no_grad():
         layers[0].self_attn.v_proj.weight.mul_(1e6)
-    found = calibrate(model, tokens, sizes=sizes, goal=Goal(max_kl=1.0))
+    found = make(goal=Goal(max_kl=1.0))
     assert found.bits == 16 and found.facts["limit"]["met"]
     missed = {"max_kl": 0.25, "budget": None, "met": False}
     measured = {**found.facts["measured"], "kl": 0.5}
@@ -300,49 +299,45 @@ def test_choosing_has_windows_of_its_own() -> None:
 
 FORMATS_OR = "give a format, or --max-kl and --budget to have formats chosen"
 NOT_A_SIZE, NOT_A_NUMBER = "windows .* is not possible: use a whole number", "use a number, or None"
-IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
-    (lambda: Goal(format="banana"), "format 'banana' does not exist"),
-    *((lambda n=n: Sizes(windows=n), NOT_A_SIZE) for n in (0, 1.5, "8", True, float("nan"))),
-    *((lambda n=n: Goal(max_kl=n), "cannot be kept") for n in (0.0, float("nan"))),
-    (lambda: Goal(budget=float("inf")), "not possible"),
-    *((lambda n=n: Goal(max_kl=n), NOT_A_NUMBER) for n in ("0.1", True)),
-    (lambda: Goal(budget="5"), NOT_A_NUMBER),  # type: ignore[arg-type]
-    (lambda: Goal(format=4), "format is of type int"),  # type: ignore[arg-type]
-    (lambda: Goal(max_kl=1, format="int4"), FORMATS_OR),
-]
 
 
-@pytest.mark.parametrize(("make", "message"), IMPOSSIBLE)
-def test_impossible_goals_and_sizes_are_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+def test_impossible_goals_and_sizes_are_refused() -> None:
+    sizes: tuple[Any, ...] = (0, 1.5, "8", True, float("nan"))
+    texts: tuple[Any, ...] = ("0.1", True)
+    assert_refused(
+        ConfigError,
+        (lambda: Goal(format="banana"), "format 'banana' does not exist"),
+        *((partial(Sizes, windows=n), NOT_A_SIZE) for n in sizes),
+        *((partial(Goal, max_kl=n), "cannot be kept") for n in (0.0, float("nan"))),
+        (lambda: Goal(budget=float("inf")), "not possible"),
+        *((partial(Goal, max_kl=n), NOT_A_NUMBER) for n in texts),
+        (lambda: Goal(budget="5"), NOT_A_NUMBER),  # type: ignore[arg-type]
+        (lambda: Goal(format=4), "format is of type int"),  # type: ignore[arg-type]
+        (lambda: Goal(max_kl=1, format="int4"), FORMATS_OR),
+    )
 
 
-NO_DATA = {"zero_data": True, "goal": Goal(max_kl=0.1)}
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [  # the text, options, and the error
-    ([1.5] * 600, {}, "tokens is torch.float32: use whole numbers"),
-    ("word " * 600, {}, "tokens is of type str: give the ids of a text"),
-    (iter([1]), {}, "tokens is of type list_iterator: give the ids of a text"),
-    (torch.ones(1, 600).long(), {}, r"tokens is \[1, 600\]: give the ids of one text, \[tokens\]"),
-    ([], {"held": [1] * 900}, "tokens is empty"),
-    ([1] * 900, {"held": []}, "held is empty"),
-    (None, NO_DATA, "a KL is measured on a text"),
-    ([1] * 900, {"rounding": "best"}, "rounding 'best' does not exist: use feedback or"),
-    ([1] * 900, {"goal": {"max_kl": 1}}, "goal is of type dict: give a Goal, or None"),
-    ([1] * 900, {"sizes": {}}, "sizes is of type dict: give a Sizes, or None"),
-    ([1] * 4000, {"sizes": None}, "1000 tokens are too few for 8 windows of 1089: give"),
-    ([1] * 10000, {"sizes": None}, r"or shorter windows \(--context, --scored\), or 2 of them"),
-    ([1] * 900, {"model": object()}, "model is of type object: give a CachedModel, a model of"),
-]
-
-
-@pytest.mark.parametrize(("text", "options", "message"), REFUSED, ids=[one[2] for one in REFUSED])
-def test_what_cannot_be_calibrated_is_refused(
-    text: Any, options: dict[str, Any], message: str, model: CachedModel
-) -> None:
-    given = {"model": model, "tokens": text, "sizes": SIZES} | options
-    with pytest.raises(ConfigError, match=message):
-        calibrate(**given)
+def test_what_cannot_be_calibrated_is_refused(model: CachedModel) -> None:
+    no_data, ones = {"zero_data": True, "goal": Goal(max_kl=0.1)}, [1] * 900
+    one_text = r"tokens is \[1, 600\]: give the ids of one text, \[tokens\]"
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ([1.5] * 600, {}, "tokens is torch.float32: use whole numbers"),
+        ("word " * 600, {}, "tokens is of type str: give the ids of a text"),
+        (iter([1]), {}, "tokens is of type list_iterator: give the ids of a text"),
+        (torch.ones(1, 600).long(), {}, one_text),
+        ([], {"held": ones}, "tokens is empty"),
+        (ones, {"held": []}, "held is empty"),
+        (None, no_data, "a KL is measured on a text"),
+        (ones, {"rounding": "best"}, "rounding 'best' does not exist: use feedback or"),
+        (ones, {"goal": {"max_kl": 1}}, "goal is of type dict: give a Goal, or None"),
+        (ones, {"sizes": {}}, "sizes is of type dict: give a Sizes, or None"),
+        ([1] * 4000, {"sizes": None}, "1000 tokens are too few for 8 windows of 1089: give"),
+        ([1] * 10000, {"sizes": None}, r"or shorter windows \(--context, --scored\), or 2 of them"),
+        (ones, {"model": object()}, "model is of type object: give a CachedModel, a model of"),
+    ]
+    for text, options, message in cases:
+        given = {"model": model, "tokens": text, "sizes": SIZES} | options
+        assert_refused(ConfigError, (partial(calibrate, **given), message))
 
 
 def test_a_budget_of_few_bits_takes_the_packaged_text(

@@ -78,12 +78,7 @@ def test_latents_are_shown_with_the_queries_that_meet_them(model: CachedModel) -
     shown: dict[int, tuple[torch.Tensor, ...]] = {}
     text = torch.tensor([tokens(20)])
 
-    def observer(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> None:
-        shown[layer] = q, k, v
-
-    model.observe(text, observer)
+    model.observe(text, lambda layer, q, k, v, _: shown.update({layer: (q, k, v)}))
     attention = model.model.model.layers[1].self_attn
     q, latent, rope = shown[1]
     assert (q.shape, latent.shape, rope.shape) == ((1, 4, 20, 288), (1, 1, 20, 256), (1, 1, 20, 32))
@@ -198,10 +193,8 @@ def test_a_float16_model_is_compared_in_rows_that_its_plan_has(model: CachedMode
     assert {row["format"] for row in found.facts["comparison"]} == {
         f"{name}+fp16" for name in ("int4-g4", "int4-g8", "int8-g4", "fp8-g4")
     }
-    rows = [
-        line for line in words_of(sections(found)).splitlines() if line.startswith("int4-g8+fp16")
-    ]
-    assert len(rows) == 1  # the plan itself has a row of its own
+    rows = words_of(sections(found)).splitlines()
+    assert sum(row.startswith("int4-g8+fp16") for row in rows) == 1  # the plan itself has its own
 
 
 @pytest.mark.gpu
@@ -218,13 +211,10 @@ def test_a_plan_on_cuda_is_as_good_as_on_the_cpu() -> None:
         assert found[1][name, True] < 2 * found[0][name, True] + 1e-3, name
 
 
-@pytest.mark.parametrize(
-    "goal",
-    mark_slow(
-        [Goal(max_kl=1e-3), Goal(budget=7.0), Goal(format="int4-g4+int8-g4")], [Goal(budget=7.0)]
-    ),
-    ids=str,
-)
+GOALS = [Goal(max_kl=1e-3), Goal(budget=7.0), Goal(format="int4-g4+int8-g4")]
+
+
+@pytest.mark.parametrize("goal", mark_slow(GOALS, [Goal(budget=7.0)]), ids=str)
 def test_goals_are_reached(goal: Goal) -> None:
     found = calibrate(deepseek(**WIDE), tokens(), sizes=SMALL, goal=goal)
     if goal.max_kl is not None:

@@ -114,9 +114,8 @@ def test_a_plan_without_text_has_fewer_figures() -> None:
     assert "Not measured." in found.text and "32,768 random tokens observed." in found.text
 
 
-@pytest.mark.parametrize(
-    ("plan", "kind", "mark"),
-    [
+def test_the_verdict_follows_the_measure() -> None:
+    for plan, kind, mark in (
         (example_plan(), "good", "Fit for use."),
         (example_plan(kl=0.03, met=False), "bad", "Limit not met."),
         (example_plan(kl=0.06, max_kl=None), "notice", "Noticeable loss."),
@@ -127,14 +126,11 @@ def test_a_plan_without_text_has_fewer_figures() -> None:
         (measured(example_plan(kl=0.001), passages=3), "notice", "Too little text for a verdict."),
         (measured(example_plan(kl=0.001), scored=256, passages=4), "good", "Fit for use."),
         (measured(example_plan(kl=2.3), scored=8), "bad", "Do not decode from this cache."),
-    ],
-    ids=["good", "limit", "notice", "close", "bad", "nan", "tokens", "passages", "enough", "few"],
-)
-def test_the_verdict_follows_the_measure(plan: CachePlan, kind: str, mark: str) -> None:
-    found = verdict(plan)
-    assert (found.kind, found.mark) == (kind, mark)
-    blamed = "Most of it comes from layer 1, layer 0" in " ".join(found.further)
-    assert blamed == (kind == "bad")
+    ):
+        found = verdict(plan)
+        assert (found.kind, found.mark) == (kind, mark), plan
+        blamed = "Most of it comes from layer 1, layer 0" in " ".join(found.further)
+        assert blamed == (kind == "bad"), plan
 
 
 def test_one_pair_of_limits_and_their_errors() -> None:
@@ -169,19 +165,15 @@ def test_the_verdict_is_on_the_cache_as_it_is_used() -> None:
     assert used.startswith("this plan + 4") and "0.05000" in bare
 
 
-@pytest.mark.parametrize(
-    ("kl", "error", "words"),
-    [
+def test_what_a_plan_brings_is_what_was_measured() -> None:
+    for kl, error, words in (
         (0.5, 0.01, "KL 0.5 ± 0.01. The plan is better."),
         (0.007, 0.001, "KL 0.007 ± 0.001. The plan brings no certain gain."),
         (0.001, None, "KL 0.001. The plan brings no certain gain."),
-    ],
-)
-def test_what_a_plan_brings_is_what_was_measured(
-    kl: float, error: float | None, words: str
-) -> None:
-    plan = changed(example_plan(), comparison=[plain(kl=kl, kl_error=error)])
-    assert verdict(plan).further == [f"Plain int4 rows (4.25 bits), without 16-bit tokens: {words}"]
+    ):
+        plan = changed(example_plan(), comparison=[plain(kl=kl, kl_error=error)])
+        told = f"Plain int4 rows (4.25 bits), without 16-bit tokens: {words}"
+        assert verdict(plan).further == [told]
     assert verdict(changed(plan, comparison=[])).further == []
 
 
@@ -278,28 +270,18 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.extra("report")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("comparison", 5),
-        ("comparison", [{"plan": True}]),
-        ("measured", {"kl": 0.1}),
-        ("sensitivity", [{"layer": 9, "kl": "x"}]),
-        ("settings", [3]),
-        ("observed_tokens", "many"),
-    ],
-    ids=str,
-)
-def test_facts_that_nobody_can_read_serve_caches_and_no_report(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+def test_facts_that_nobody_can_read_serve_caches_and_no_report(tmp_path: Path) -> None:
     source, plan = tmp_path / "plan.safetensors", example_plan()
-    CachePlan({**plan.facts, name: value}, plan.tensors).save(source)
-    assert CachePlan.load(source).formats == plan.formats
-    args = [str(source), "-o", str(tmp_path / "out.html")]
-    with pytest.raises(CheckpointError, match="holds facts that cannot be shown"):
-        CliRunner().invoke(report, args, catch_exceptions=False)
-    assert not (tmp_path / "out.html").exists()
+    args, facts = [str(source), "-o", str(tmp_path / "out.html")], list[dict[str, Any]]()
+    facts += [{"comparison": 5}, {"comparison": [{"plan": True}]}, {"measured": {"kl": 0.1}}]
+    facts += [{"sensitivity": [{"layer": 9, "kl": "x"}]}, {"settings": [3]}]
+    facts += [{"observed_tokens": "many"}]
+    for one in facts:
+        CachePlan({**plan.facts, **one}, plan.tensors).save(source)
+        assert CachePlan.load(source).formats == plan.formats, one
+        with pytest.raises(CheckpointError, match="holds facts that cannot be shown"):
+            CliRunner().invoke(report, args, catch_exceptions=False)
+        assert not (tmp_path / "out.html").exists(), one
 
 
 def test_where_no_layer_was_measured_alone_bits_are_shown_without_costs() -> None:

@@ -104,36 +104,30 @@ def test_rounds_go_on_until_times_are_stable(monkeypatch: pytest.MonkeyPatch) ->
     assert clock.begun == 2 * len(taken[0]) // demo.ROUNDS, "each turn begins from the same tokens"
 
 
-@pytest.mark.parametrize(
-    ("first", "other", "rounds"),
-    [
-        (5.0, lambda i: 10.0 + i, demo.MOST_ROUNDS),  # times that drift
-        (5.0, lambda i: (5.0, 15.0)[i % 2], demo.MOST_ROUNDS),  # times that jump
-        (450.0, lambda i: 450.0 + 450 * (i % 2), 2 * demo.ROUNDS),  # the time is over before
-    ],
-)
-def test_a_busy_machine_is_told(
-    first: float, other: Callable[[int], float], rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = demo._time(Clock(monkeypatch, lambda i: first, other).starts)
-    assert len(taken[0]) == rounds and not demo._is_stable(taken)
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[Callable[[int], float], Callable[[int], float], int]] = [
+        (lambda i: 5.0, lambda i: 10.0 + i, demo.MOST_ROUNDS),  # times that drift
+        (lambda i: 5.0, lambda i: (5.0, 15.0)[i % 2], demo.MOST_ROUNDS),  # times that jump
+        # the time is over before
+        (lambda i: 450.0, lambda i: 450.0 + 450 * (i % 2), 2 * demo.ROUNDS),
+    ]
+    for first, other, rounds in cases:
+        taken = demo._time(Clock(monkeypatch, first, other).starts)
+        assert len(taken[0]) == rounds and not demo._is_stable(taken), rounds
 
 
-@pytest.mark.parametrize(
-    ("safe", "small", "words"),
-    [
+def test_advice_is_one_sentence_by_what_was_measured() -> None:
+    for safe, small, words in (
         (1e-4, 0.001, "default + window (2.0 times smaller, KL 0.0001), or int4-g4 + win"),
         (1e-4, 0.2, "KL 0.0001); do not take int4-g4 + window (2.5 times smaller, KL 0.2000); "),
         (0.3, 0.9, "none of these; do not take default + window (2.0 times smaller, KL 0.3000) or"),
-    ],
-)
-def test_advice_is_one_sentence_by_what_was_measured(safe: float, small: float, words: str) -> None:
-    rows = {"transformers": (200, 0.0), "bf16": (100, 0.0), "int8": (50, 0.9)}
-    rows |= {"default + window": (50, safe), "int4-g4 + window": (40, small)}
-    caches = [{"name": name, "nbytes": size, "kl": kl} for name, (size, kl) in rows.items()]
-    told = demo.advice(caches)
-    assert told.startswith("What to take: ") and words in told and "int8" not in told
-    assert told.endswith(".") and ". " not in told and "`kvquant check MODEL`" in told
+    ):
+        rows = {"transformers": (200, 0.0), "bf16": (100, 0.0), "int8": (50, 0.9)}
+        rows |= {"default + window": (50, safe), "int4-g4 + window": (40, small)}
+        caches = [{"name": name, "nbytes": size, "kl": kl} for name, (size, kl) in rows.items()]
+        told = demo.advice(caches)
+        assert told.startswith("What to take: ") and words in told and "int8" not in told
+        assert told.endswith(".") and ". " not in told and "`kvquant check MODEL`" in told
 
 
 @pytest.fixture
@@ -188,20 +182,16 @@ def test_short_texts_shorten_the_prompt(
     assert 10 < result["context"] < 60
 
 
-def test_texts_without_room_are_refused(tmp_path: Path) -> None:
+def test_what_has_no_room_or_is_not_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = tmp_path / "short.txt"
     text.write_text("The ship.")
     with pytest.raises(ConfigError, match="give a text with more than 129"):
         demo.run_demo(text_file=text)
-
-
-def test_models_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CachedModel, "max_positions", 128)
     with pytest.raises(ConfigError, match="has 128 positions: the demo needs a model with more"):
         demo.run_demo()
-
-
-def test_without_the_bundled_model_the_user_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODEL", Path("nowhere") / "llama-demo-5m")
     with pytest.raises(ConfigError, match="name a model: kvquant demo MODEL"):
         demo.run_demo()

@@ -43,6 +43,12 @@ def ok(*args: object) -> str:
     return result.stdout
 
 
+def as_command(*args: object, **given: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, in the project's folder."""
+    command = [sys.executable, "-m", "kvquant", *map(str, args)]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=EXAMPLES.parent, **given)
+
+
 @pytest.fixture
 def prompt(tmp_path: Path) -> Path:
     path = tmp_path / "prompt.txt"
@@ -320,8 +326,8 @@ BAD = [  # the command, and the error
     (f"quantize {{model}} --prompt /dev/zero {OUT}", "/dev/zero has more than 1 MiB: give a part"),
     ("bench --seconds -1", "-1.0 is not in the range x>0"),
     ("inspect {tmp}", "is a directory"),
-    (f"quantize {{model}} --prompt {{empty}} {OUT}", "no text"),
-    (f"quantize {{model}} --prompt {{binary}} {OUT}", "UTF-8"),
+    (f"quantize {{model}} --prompt {{tmp}}/empty.txt {OUT}", "no text"),
+    (f"quantize {{model}} --prompt {{tmp}}/binary.txt {OUT}", "UTF-8"),
 ]
 
 
@@ -365,8 +371,6 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
         "prompt": prompt,
         "raw": raw,
         "tmp": tmp_path,
-        "empty": tmp_path / "empty.txt",
-        "binary": tmp_path / "binary.txt",
         "long": 240 * "x",
     }
     _refuse_large_tensors(monkeypatch)
@@ -404,23 +408,14 @@ def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.Mon
 
 
 def test_python_runs_the_package_as_the_command() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "kvquant", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=EXAMPLES.parent,
-    ).stdout
-    assert __version__ in said
+    assert __version__ in as_command("--version", stdout=subprocess.PIPE).stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["inspect", "--help"]], ids=" ".join)
 def test_help_that_cannot_be_written_is_told(args: list[str]) -> None:
     with open("/dev/full", "wb") as file:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvquant", *args], stdout=file, stderr=subprocess.PIPE, text=True
-        )
+        done = as_command(*args, stdout=file)
     assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
 
 
@@ -495,13 +490,7 @@ def test_readers_that_have_seen_enough_are_no_error(raw: Path) -> None:
     ok("quantize", "--from", raw, "-o", path)
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvquant", "inspect", path],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=EXAMPLES.parent,
-    )
+    done = as_command("inspect", path, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 

@@ -144,9 +144,8 @@ def test_latent_rows_of_a_format_a_model_and_a_plan(folder: Path) -> None:
     assert refused.exit_code == 2 and "int8+int4" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_what_does_not_go_together_is_told() -> None:
+    for args, message in (
         ((), "torch finds no GPU here: say which one by --arch"),
         (("--arch", "sm_70"), "'sm_70' is not one of"),
         (("--plan", __file__, "--format", "int4"), "--plan says the formats"),
@@ -155,12 +154,9 @@ def test_latent_rows_of_a_format_a_model_and_a_plan(folder: Path) -> None:
         (("--plan", __file__, "--kv-heads", "8"), "--kv-heads is the plan's: leave it out"),
         (("--format", "int8+bf16", "--head-dim", "64"), "--head-dim is of K and V, and these are "),
         (("--format", "int8+bf16", "--arch", "sm_90", "--soft-cap"), "--soft-cap applies to rows"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_what_does_not_go_together_is_told(args: tuple[str, ...], message: str) -> None:
-    result = run(*args)
-    assert result.exit_code == 2 and message in result.stderr
+    ):
+        result = run(*args)
+        assert result.exit_code == 2 and message in result.stderr, args
 
 
 @pytest.mark.filterwarnings("ignore:the table of measured plans")  # read once a process

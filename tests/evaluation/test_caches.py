@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from example_plan import example_plan
+from refusals import assert_refused
 
 from kvquant.calibration.fidelity import Planned, Scheme
 from kvquant.errors import CheckpointError, ConfigError
 from kvquant.evaluation.caches import parse_cache
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
+def test_caches_of_heads_and_of_latents() -> None:
+    for text, wanted in (
         ("int8", Scheme("int8", "int8", 4, 128)),
         ("int8/int4-g4", Scheme("int8", "int4-g4", 4, 128)),
         (" int4-g4 , recent=0, sinks=0", Scheme("int4-g4", "int4-g4")),
         ("bf16,recent=64", Scheme("bf16", "bf16", 4, 64)),
-    ],
-)
-def test_caches_of_heads(text: str, wanted: Scheme) -> None:
-    assert parse_cache(text) == wanted
-
-
-def test_caches_of_latents() -> None:
+    ):
+        assert parse_cache(text) == wanted, text
     assert parse_cache("int4-g8+int8-g4", latent=True) == Scheme("int4-g8", "int8-g4", 4, 128)
     for text in ("int4-g8+int8-g4", "int4-g8+int4-g8"):
         assert str(parse_cache(text, latent=True)).startswith(f"{text} + 4 sinks")
@@ -44,21 +38,18 @@ def test_a_plan_is_a_file(tmp_path: Path) -> None:
         parse_cache(str(path))
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ("int5", {}, r"'int5' is no format: write K\[/V\].*int4-g4"),
-        ("", {}, "'' is no format"),
-        ("int8/q4_1", {}, "'q4_1' is no format: .*; the nearest here is 'int4-g4'"),
-        ("int4/int8/int8", {}, "has 3 formats"),
-        ("int4,last=3", {}, "'last=3' is no option"),
-        ("int4,recent=-1", {}, "'recent=-1' is no option"),
-        ("int4,recent", {}, "'recent' is no option"),
-        ("int4,sinks=1,sinks=2", {}, "has sinks= twice"),
-        ("int4+int8", {}, r"this model keeps K and V of heads \(K/V\)"),
-        ("int4/int8", {"latent": True}, "this model keeps latents and RoPE parts"),
-    ],
-)
-def test_what_is_no_cache_is_refused(text: str, options: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_cache(text, **options)
+def test_what_is_no_cache_is_refused() -> None:
+    nearest = "'q4_1' is no format: .*; the nearest here is 'int4-g4'"
+    assert_refused(
+        ConfigError,
+        (lambda: parse_cache("int5"), r"'int5' is no format: write K\[/V\].*int4-g4"),
+        (lambda: parse_cache(""), "'' is no format"),
+        (lambda: parse_cache("int8/q4_1"), nearest),
+        (lambda: parse_cache("int4/int8/int8"), "has 3 formats"),
+        (lambda: parse_cache("int4,last=3"), "'last=3' is no option"),
+        (lambda: parse_cache("int4,recent=-1"), "'recent=-1' is no option"),
+        (lambda: parse_cache("int4,recent"), "'recent' is no option"),
+        (lambda: parse_cache("int4,sinks=1,sinks=2"), "has sinks= twice"),
+        (lambda: parse_cache("int4+int8"), r"this model keeps K and V of heads \(K/V\)"),
+        (lambda: parse_cache("int4/int8", latent=True), "keeps latents and RoPE parts"),
+    )

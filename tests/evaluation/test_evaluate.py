@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from refusals import assert_refused
 
 pytest.importorskip("transformers")
 from kvquant.cli.demo import MODEL
@@ -90,15 +91,12 @@ def phonebook(
     return found, found["retrieval"]["640"]["phonebook"], told
 
 
-@pytest.mark.parametrize(
-    ("answered", "facts", "tried"),
-    [
-        ((4, 8, 16), 16, [4, 8, 16]),
-        ((4, 8), 8, [4, 8, 16]),
-        ((4, 16), 4, [4, 8]),  # more facts than the first number that fails are not tried
-        ((), 4, [4, 4]),  # two prompts, and the third
-    ],
-)
+# of what 16 bit answers: more facts than the first number that fails are not tried; of none of them
+# two prompts, and the third
+ANSWERED = [((4, 8, 16), 16, [4, 8, 16]), ((4, 8), 8, [4, 8, 16]), ((4, 16), 4, [4, 8])]
+
+
+@pytest.mark.parametrize(("answered", "facts", "tried"), [*ANSWERED, ((), 4, [4, 4])])
 def test_a_task_takes_the_most_facts_that_16_bit_answers(
     model: CachedModel,
     answered: tuple[int, ...],
@@ -326,9 +324,11 @@ def test_greedy_and_sampled_texts_of_a_prompt_are_one_observation(
     assert verdict == "unknown" and len(reasons) == 2  # of each way
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_bad_input_is_refused_before_work_begins(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, cases = counted(model, monkeypatch), list[tuple[dict[str, Any], str]]()
+    cases += [
         ({"caches": []}, "caches is \\[\\]"),
         ({"caches": "int8"}, "give a list"),
         ({"caches": [3]}, "caches has 3"),
@@ -343,23 +343,11 @@ def test_greedy_and_sampled_texts_of_a_prompt_are_one_observation(
         ({"examples": [Example([1], " ")]}, "prompt 1 has an empty answer"),
         ({"examples": [Example([1] * 4000)]}, "prompt 1 has 4000 tokens, and 128 behind"),
         ({"examples": [Example([1])], "task": Task(kinds=("kl",))}, "prompts are for generation"),
-    ],
-)
-def test_bad_input_is_refused_before_work_begins(
-    model: CachedModel, given: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = counted(model, monkeypatch)
-    options = {"caches": ["int8"], "sizes": Sizes((160,)), "task": Task(ALL)} | given
-    with pytest.raises(ConfigError, match=message):
-        evaluate(model, **options)
-    assert not calls
-
-
-def test_a_question_beyond_the_positions_is_refused(
-    model: CachedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a tokenizer of single letters, whose questions are longer than MARGIN."""
-    calls = counted(model, monkeypatch)
+    ]
+    for given, message in cases:
+        options: dict[str, Any] = {"caches": ["int8"], "sizes": Sizes((160,)), "task": Task(ALL)}
+        assert_refused(ConfigError, (partial(evaluate, model, **{**options, **given}), message))
+    # as of a tokenizer of single letters, whose questions are longer
     monkeypatch.setattr("kvquant.evaluation.evaluate.MARGIN", 1)
     task = Task(kinds=("retrieval",), retrieval=("keys",))
     with pytest.raises(ConfigError, match=r"a question of \d+ \(keys\) are beyond the 4096 pos"):
@@ -367,9 +355,9 @@ def test_a_question_beyond_the_positions_is_refused(
     assert not calls
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_settings_that_mean_nothing_are_refused() -> None:
+    assert_refused(
+        ConfigError,
         (lambda: Task(kinds=("speed",)), "tasks: 'speed' is none of them; there are kl"),
         (lambda: Task(retrieval=()), "retrieval: nothing is named"),
         (lambda: Task(pattern="("), "no regular expression"),
@@ -380,11 +368,7 @@ def test_a_question_beyond_the_positions_is_refused(
         (lambda: Sizes(seed=-1), "seed has -1: use whole numbers from 0 on and below 10995"),
         (lambda: Sizes(seed=2**40), "seed has 1099511627776: use whole numbers from 0 on and bel"),
         (lambda: Sizes(seed=2**44), "seed has 17592186044416"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+    )
 
 
 SMALL = ["--samples", "1", "--scored", "4", "--facts", "0"]
@@ -421,30 +405,26 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    ("tasks", "option", "message"),
-    [
-        ("kl", ("--max-drop", "1"), "--max-drop needs the task retrieval"),
-        ("generation", ("--max-drop", "1"), "--max-drop needs the task retrieval"),
-        ("generation", ("--pattern", "x"), "--pattern needs answers to compare"),
-        ("kl", ("--retrieval", "keys"), "--retrieval needs the task retrieval"),
-    ],
-)
-def test_options_that_need_answers_or_a_task(
-    tasks: str, option: tuple[str, str], message: str, tmp_path: Path
-) -> None:
-    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--tasks", tasks, *option]
-    if tasks == "generation":  # prompts that have no answer are no help
-        path = tmp_path / "prompts.jsonl"
-        path.write_text('{"prompt": "The city of"}\n')
-        arguments += ["--prompts", str(path)]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2 and message in done.output
+def test_options_that_need_answers_or_a_task(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "The city of"}\n')
+    prompts = ["--prompts", str(path)]  # those that have no answer are no help
+    for tasks, option, value, message in (
+        ("kl", "--max-drop", "1", "--max-drop needs the task retrieval"),
+        ("generation", "--max-drop", "1", "--max-drop needs the task retrieval"),
+        ("generation", "--pattern", "x", "--pattern needs answers to compare"),
+        ("kl", "--retrieval", "keys", "--retrieval needs the task retrieval"),
+    ):
+        arguments = ["evaluate", str(MODEL), "--cache", "int8", "--tasks", tasks, option, value]
+        arguments += prompts if tasks == "generation" else []
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 2 and message in done.output, (tasks, option)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_files_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--prompts", str(path)]
+    for text, message in (
         ("{", "line 1, is no JSON"),
         ('{"answer": "3"}', 'line 1: write {"prompt"'),
         ('{"prompt": "3", "answer": 4}', 'line 1: write {"prompt"'),
@@ -454,12 +434,7 @@ def test_options_that_need_answers_or_a_task(
         ('{"prompt": "\\ud800"}', "line 1, is no JSON"),
         ('{"prompt": "a\u2028b\x85c"}\n{}', 'line 2: write {"prompt"'),
         ('\ufeff{"prompt": "a", "score": NaN}\n{}', 'line 2: write {"prompt"'),
-    ],
-    ids=lambda text: text[:30],
-)
-def test_files_of_prompts(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(text.encode())
-    arguments = ["evaluate", str(MODEL), "--cache", "int8", "--prompts", str(path)]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2 and message in done.output
+    ):
+        path.write_bytes(text.encode())
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 2 and message in done.output, text[:30]

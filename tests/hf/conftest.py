@@ -13,6 +13,17 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Make torch forget what it has compiled, before the test and after it."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module")
 def llama() -> Any:
     """A small LlamaForCausalLM that attends by "kvquant"."""

@@ -32,7 +32,8 @@ from hf_cases import (  # noqa: E402
     tiny,
     tokens,
 )
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from refusals import assert_refused  # noqa: E402
+from torch_operations import Operations  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
@@ -46,23 +47,6 @@ BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 @pytest.fixture(scope="module", params=["Llama", "Qwen2"])
 def model(request: pytest.FixtureRequest) -> CachedModel:
     return tiny(request.param)
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])  # the last with windows
-def test_ragged_sequences_decode_as_each_does_alone(kind: str) -> None:
-    model = tiny(kind, **(WINDOWED[kind] if kind == "Mistral" else {}))
-    lens, text, fed = [3, 40, 17], tokens(3, 40), tokens(3, 6)
-    options = FP16 | {"sink_len": 4, "recent_len": 8}
-    cache = model.new_cache(3, 50, **options)
-    given = [model.prefill(cache, text, lens, chunk=16)]
-    given += [model.step(cache, column) for column in fed.unbind(1)]
-    assert cache.positions.tolist() == [9, 46, 23]
-    for b, seq_len in enumerate(lens):
-        alone = model.new_cache(1, 50, **options)
-        expected = [model.prefill(alone, text[b : b + 1, :seq_len], chunk=16)]
-        expected += [model.step(alone, column) for column in fed[b : b + 1].unbind(1)]
-        for ours, theirs in zip(given, expected, strict=True):
-            torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Persimmon"])  # tells attention its positions, or not
@@ -144,22 +128,10 @@ def test_observers_may_begin_at_later_positions(model: CachedModel) -> None:
         assert (v_far - v).norm() < limit * v.norm()
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "chunks": (
-        "Llama4Text",
-        {"attention_chunk_size": 16, "num_local_experts": 1, "intermediate_size_mlp": 256},
-        r"layer 0 \(Llama4TextAttention\) attends to chunks of 16 tokens",
-    ),
-    "attention of its own": ("Bloom", {"n_layer": 2, "n_head": 2}, "attention by itself"),
-    "head_dim": ("Llama", {"head_dim": 32}, "head_dim 32 is not supported"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_computed_is_refused(case: str) -> None:
-    kind, changes, message = REFUSED[case]
-    with pytest.raises(KVQuantError, match=message):
-        model = tiny(kind, **changes)
+def test_chunks_of_fewer_tokens_are_refused() -> None:
+    sizes = {"attention_chunk_size": 16, "num_local_experts": 1, "intermediate_size_mlp": 256}
+    model = tiny("Llama4Text", **sizes)
+    with pytest.raises(KVQuantError, match=r"layer 0 \(Llama4TextAttention\) attends to chunks of"):
         model.prefill(model.new_cache(1, 64), tokens(1, 24))
 
 
@@ -301,17 +273,13 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
     assert [at.seq_lens.tolist() for at in cache.layers] == [[12, 12]] * 2
 
 
+OF_LLAMA: list[tuple[str, dict[str, Any]]]
+OF_LLAMA = [("Llama", one) for one in ({}, {"placed": True}, {"drafts": False})]
+OF_LATENTS = pytest.param("DeepseekV3", {}, marks=needs_latents)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("Llama", {}),
-        ("Llama", {"placed": True}),
-        ("Llama", {"drafts": False}),
-        pytest.param("DeepseekV3", {}, marks=needs_latents),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "options"), [*OF_LLAMA, OF_LATENTS], ids=str)
 def test_a_step_that_fails_behind_its_append_is_taken_back(
     layer: int, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,11 +360,10 @@ PACKED: dict[str, Any] = {"sink_len": 0, "recent_len": 0}
 RECENT: dict[str, Any] = {"sink_len": 2, "recent_len": 6}
 
 
-@pytest.mark.parametrize(
-    ("rows", "kept", "limit"),
-    [("int4-g4", PACKED, 1e-3), ("int8", RECENT, 1e-2)],
-    ids=["int4-g4", "int8 and recent tokens"],
-)
+KEPT = [("int4-g4", PACKED, 1e-3), ("int8", RECENT, 1e-2)]
+
+
+@pytest.mark.parametrize(("rows", "kept", "limit"), KEPT, ids=["packed", "recent tokens"])
 def test_drafted_tokens_are_what_single_steps_make_of_them(
     rows: str, kept: dict[str, Any], limit: float
 ) -> None:
@@ -515,21 +482,20 @@ def test_a_model_without_a_table_of_embeddings_is_refused() -> None:
 
 
 def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
-    model.model.set_attn_implementation("kvquant")
-    text, cache = tokens(2, 8), model.new_cache(2, 20)
-    with pytest.raises(ShapeError, match="the model runs 6 sequences, the cache has 2: call c"):
-        model.model.generate(text, **caching(QuantizedCache(cache)), num_beams=3, **OPTIONS)
-    for past in (QuantizedCache(cache), None):
-        with pytest.raises(
-            UnsupportedError, match=r"layer 0 .* is asked for its attention weights"
-        ):
-            model.model(text, **caching(past), output_attentions=True)
+    own, text, cache = by_kvquant(model.model), tokens(2, 8), model.new_cache(2, 20)
+    weights: dict[str, Any] = {"output_attentions": True}
+    assert_refused(
+        UnsupportedError,
+        *(
+            (lambda past=past: own(text, **caching(past), **weights), "layer 0 .* attention weig")
+            for past in (QuantizedCache(cache), None)
+        ),
+        (lambda: QuantizedCache(cache).layers[1].values, "reads the keys of a cache by itself"),
+    )
     with pytest.raises(AttributeError, match=r"Give it .* as kvquant\.QuantizedCache"):
-        model.model.generate(text, **caching(cache), **OPTIONS)
+        own.generate(text, **caching(cache), **OPTIONS)
     with pytest.raises(ValueError, match="non-LinearAttention layer"):  # transformers' own
         QuantizedCache(cache).update_conv_state(text, 0)
-    with pytest.raises(UnsupportedError, match="reads the keys of a cache by itself"):
-        _ = QuantizedCache(cache).layers[1].values
     assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
 
 
@@ -623,25 +589,14 @@ def test_masks_are_known_by_their_code(case: str) -> None:
 def test_a_mask_costs_as_much_for_a_long_past(kind: str) -> None:
     """Counted in torch's operations and the elements that they make, on the host too."""
 
-    class Counted(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            work.append(out.untyped_storage().nbytes() if isinstance(out, torch.Tensor) else 0)
-            return out
-
-    model = tiny(kind, **WINDOWED[kind] | {"layer_types": ["sliding_attention"] * 2})
-    work: list[int] = []
-    sums = []
+    model, sums = tiny(kind, **WINDOWED[kind] | {"layer_types": ["sliding_attention"] * 2}), []
     for length in (100, 20_000):
         cache = model.new_cache(1, length + 8, **FP16)
         for at in cache.layers:
             at.begin(torch.tensor([length]), torch.tensor([length]))
-        with Counted():  # type: ignore[no-untyped-call]  # torch's
+        with Operations() as work:
             model.step(cache, tokens(1))
-        sums.append((len(work), sum(work)))
-        work.clear()
+        sums.append((len(work.names), sum(work.sizes)))
     assert sums[0] == sums[1]
 
 
@@ -702,24 +657,3 @@ def test_the_bundled_model_loads_and_knows_its_text(capfd: pytest.CaptureFixture
     assert model.config_dict["model_type"] == "llama"
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""  # no progress bars, no advice
-
-
-def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
-    cache = model.new_cache(2, 40, **FP16)
-    model.prefill(cache, tokens(2, 20))
-    view = QuantizedCache(cache, max_seq_len=40)
-    assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
-    before = cache.dequantized(1)[0]
-    view.crop(-5)
-    assert cache.seq_lens.tolist() == [15, 15]
-    view.crop(0)
-    with pytest.raises(ConfigError, match=r"crop\(15\) is not possible, as in transformers"):
-        view.crop(15)
-    assert cache.seq_lens.tolist() == [15, 15]
-    view.reorder_cache(torch.tensor([1, 1]))
-    assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
-    view.crop(-16)
-    assert cache.seq_lens.tolist() == [0, 0]
-    model.prefill(cache, tokens(2, 20))
-    view.reset()
-    assert view.get_seq_length() == 0

@@ -1,6 +1,5 @@
 """Models under torch.compile: one graph for all decode steps, and what has none."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,18 +36,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 if hands_latents:
     FAMILIES["DeepseekV3"] = LATENT_SIZES
+pytestmark = pytest.mark.usefixtures("fresh")
 DENSE = {"first_k_dense_replace": 2}  # that no expert's choice hangs on a rounding
 ROWS: dict[str, Any] = {"max_seq_len": 64, "sink_len": 2, "recent_len": 6}
 OPTIONS = GREEDY | {"max_new_tokens": 6}
 PADS = torch.tensor([0, 15, 7])
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def model_of(family: str, **changes: Any) -> Any:
@@ -70,9 +62,9 @@ def text(padded: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens(3, 24), "attention_mask": mask, "position_ids": places}
 
 
-def compiling(backend: Any) -> dict[str, Any]:
+def compiling(backend: str, fullgraph: bool = True) -> dict[str, Any]:
     """Options that let generate compile by itself on the CPU, too."""
-    config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config = transformers.CompileConfig(fullgraph=fullgraph, backend=backend, mode=None)
     config._compile_all_devices = True
     return {"compile_config": config}
 
@@ -129,12 +121,10 @@ def test_layers_that_share_keys_are_not_compiled_by_older_torch(
 def test_drafts_give_the_same_where_generate_compiles_their_calls(llama: Any) -> None:
     """As transformers does from 5.24 on: they run outside of graphs."""
     ids = tokens(1, 6).repeat(1, 4)
-    config = transformers.CompileConfig(fullgraph=False, backend="eager", mode=None)
-    config._compile_all_devices = True
     options = OPTIONS | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4}
     caches = [QuantizedCache(llama, **ROWS) for _ in range(2)]
     wanted = llama.generate(ids, **caching(caches[0]), **options, disable_compile=True)
-    found = llama.generate(ids, **caching(caches[1]), **options, compile_config=config)
+    found = llama.generate(ids, **caching(caches[1]), **options, **compiling("eager", False))
     assert torch.equal(found, wanted)
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == wanted.shape[1] - 1
 
@@ -224,15 +214,13 @@ def test_texts_of_other_lengths_have_the_same_graphs(short: Any) -> None:
     assert graphs[1] == graphs[2], graphs  # a mask of another length takes a second one
 
 
-@pytest.mark.parametrize(
-    ("follow", "places"),
-    [
-        pytest.param("batch_select_indices", [1], marks=pytest.mark.slow),
-        ("reorder_cache", [2, 0, 1]),
-    ],
-)
-def test_sequences_follow_behind_compiled_steps(short: Any, follow: str, places: list[int]) -> None:
+FOLLOW = {"batch_select_indices": [1], "reorder_cache": [2, 0, 1]}
+
+
+@pytest.mark.parametrize("follow", mark_slow(FOLLOW, ["reorder_cache"]))
+def test_sequences_follow_behind_compiled_steps(short: Any, follow: str) -> None:
     """Padded ones, whose lengths differ."""
+    places = FOLLOW[follow]
     compiled: Any = torch.compile(short.forward, fullgraph=True, backend="eager")
     cache, batch = QuantizedCache(short, **ROWS), text(True)
     short(**batch, **caching(cache))

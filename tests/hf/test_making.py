@@ -1,7 +1,11 @@
-"""How a QuantizedCache is made for what comes, grows, and what it reads in a step."""
+"""How a QuantizedCache is made for what comes, grows, what it reads in a step, by which argument
+models take it, and what generate and pipelines do with it (8 s)."""
+
+from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from pathlib import Path
@@ -11,7 +15,7 @@ import pytest
 import torch
 from example_plan import example_plan
 
-from kvquant import CachePlan, KVCache, debug, load_cache, save_cache
+from kvquant import KVCache, debug, load_cache, save_cache
 from kvquant.errors import (
     CheckpointError,
     ConfigError,
@@ -19,13 +23,14 @@ from kvquant.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
-from kvquant.io.model_id import model_identity
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, caching, tiny, tokens  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from hf_cases import FP16, WITH_LOGITS, by_kvquant, caching, sure_text, tiny, tokens  # noqa: E402
+from refusals import assert_refused  # noqa: E402
+from torch_operations import Operations  # noqa: E402
 
-from kvquant.hf.cache import SPACE, QuantizedCache  # noqa: E402
+from kvquant.hf.argument import ARGUMENT, as_argument  # noqa: E402
+from kvquant.hf.cache import DRAFTS, SPACE, QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 999}
@@ -104,14 +109,14 @@ def test_a_cache_of_a_file_keeps_the_room_that_is_asked_for(
 
 
 def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
-    with pytest.raises(ConfigError, match="int5"):
-        QuantizedCache(own.model, k_format="int5")
-    with pytest.raises(ConfigError, match="max_seq_len"):
-        QuantizedCache(own.model, max_seq_len=0)
-    with pytest.raises(ConfigError, match="give none with it, or give a model"):
-        QuantizedCache(own.new_cache(1, 8), recent_len=4)
-    with pytest.raises(ConfigError, match="give a model of transformers, its config or a"):
-        QuantizedCache(own)
+    kv = own.new_cache(1, 8)
+    assert_refused(
+        ConfigError,
+        (lambda: QuantizedCache(own.model, k_format="int5"), "int5"),
+        (lambda: QuantizedCache(own.model, max_seq_len=0), "max_seq_len"),
+        (lambda: QuantizedCache(kv, recent_len=4), "give none with it, or give a model"),
+        (lambda: QuantizedCache(own), "give a model of transformers, its config or a"),
+    )
     own.model.set_attn_implementation("sdpa")
     message = r"attends by 'sdpa'.*attn_implementation='kvquant'\), or call model\.set_attn_imp"
     with pytest.raises(ConfigError, match=message):
@@ -214,20 +219,6 @@ def test_memory_goes_with_the_cache_and_not_with_the_collector(
     assert other.get_seq_length() == turn.shape[1] + 3  # all answers but the last token
 
 
-class Reads(TorchDispatchMode):
-    """Notes what makes the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal"):
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])  # with one mask, and another
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,20 +236,18 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
         at.longest += 1
         return torch.zeros_like(q)
 
-    def read(self: torch.Tensor, *_: Any) -> None:
-        raise AssertionError("a tensor is read")
-
     monkeypatch.setattr(KVCache, "step", step)
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    with monkeypatch.context() as patch, Reads() as reads:
+    with monkeypatch.context() as patch, Operations() as work:
         for name in ("cpu", "tolist", "numpy", "item", "__bool__", "__int__"):
-            patch.setattr(torch.Tensor, name, read)
+            patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a tensor is read"))
         for _ in range(3):
             mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
             places = places[:, -1:] + 1
             own.model(tokens(2, 1), attention_mask=mask, position_ids=places, **caching(past))
             assert past.get_seq_length() == mask.shape[1]
-    assert not reads.found
+    # what makes the host wait for a device
+    assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"} & {*work.names}
     past.check()
     own.model(tokens(2, 1), position_ids=places, **caching(past))  # those of the token before
     with pytest.raises(ConfigError, match="go on from other positions"):
@@ -266,36 +255,14 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
     past.check()
 
 
-def test_a_cache_of_inference_mode_goes_on_outside(
-    own: CachedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    past, mask = QuantizedCache(own.model), torch.ones(1, 6, dtype=torch.int64)
-    with torch.inference_mode():
-        own.model(tokens(1, 5), **caching(past))
-    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
-    own.model(tokens(1, 1), attention_mask=mask, **caching(past))
-    past.check()
-
-
 def test_a_plan_says_the_formats(own: CachedModel) -> None:
-    made = example_plan(2, 2, 64)
-    plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)
+    plan = example_plan(2, 2, 64, config=own.config_dict)
     past = QuantizedCache(own.model, plan=plan)
     own.model.generate(tokens(2, 10), **caching(past), **OPTIONS)
     assert past.kv is not None and past.kv.bases is not None
     assert repr(past.kv) == repr(own.new_cache(2, past.kv.max_seq_len, plan=plan))
     with pytest.raises(CheckpointError, match="not for this"):
         QuantizedCache(tiny("Qwen2").model.config, plan=plan)
-
-
-def test_a_path_of_no_file_is_no_plan(own: CachedModel) -> None:
-    for call in (
-        lambda: QuantizedCache(own.model, plan="none.safetensors"),
-        lambda: own.new_cache(1, 8, plan="none.safetensors"),
-        lambda: own.fold_values("none.safetensors"),
-    ):
-        with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
-            call()
 
 
 def test_a_shallow_copy_is_refused(own: CachedModel) -> None:
@@ -306,3 +273,94 @@ def test_a_shallow_copy_is_refused(own: CachedModel) -> None:
         copy.copy(past)
     own.model(text[:, 15:], **caching(past))
     assert past.get_seq_length() == 20
+
+
+class Older:
+    """A model of one's own, written for an older transformers."""
+
+    def forward(self, input_ids: Any, past_key_values: Any = None, **_: Any) -> None: ...
+
+
+class Wrapper:
+    """A model around another one (as of peft), which passes on what it gets."""
+
+    def forward(self, *args: Any, **options: Any) -> None: ...
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_of_transformers_takes_a_cache_by_its_present_name(is_compiled: bool) -> None:
+    model = tiny("Llama").model
+    known = inspect.signature(model.forward).parameters
+    model = torch.compile(model, backend="eager") if is_compiled else model
+    assert list(as_argument(model, 1)) == [ARGUMENT] and ARGUMENT in known
+    assert ARGUMENT == ("cache" if "cache" in known else "past_key_values")
+
+
+def test_other_models_get_it_as_they_name_it() -> None:
+    assert as_argument(Older(), 1) == {"past_key_values": 1}
+    assert as_argument(Wrapper(), 1) == {ARGUMENT: 1}
+
+
+def test_a_cache_tells_its_argument_and_that_it_can_be_cropped() -> None:
+    model, text = by_kvquant(tiny("Mistral", sliding_window=8).model), tokens(1, 12)
+    cache = QuantizedCache(model, **FP16)
+    assert cache.argument == {ARGUMENT: cache}
+    out = model(text, **cache.argument, use_cache=True)
+    assert getattr(out, ARGUMENT) is cache
+    assert all(layer.is_croppable for layer in cache.layers)
+
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+TEXT = "The first ship"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """In float32: of 16-bit logits many are the largest."""
+    found = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    found.set_attn_implementation("kvquant")
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(BUNDLED)
+
+
+LONGEST: list[dict[str, Any]] = [
+    {"max_new_tokens": 20},
+    {"max_new_tokens": 60, "stop_sequence": "."},
+]
+
+
+@pytest.mark.parametrize("options", LONGEST, ids=len)
+def test_a_pipeline_takes_the_cache(options: dict[str, Any], model: Any, tokenizer: Any) -> None:
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    sentence: dict[str, Any] = {"stop_strings": ["."], "tokenizer": tokenizer, "do_sample": False}
+    sure_text(model.generate(**prompt, max_new_tokens=60, **sentence, **WITH_LOGITS))
+    wanted = pipe(TEXT, do_sample=False, **options)[0]["generated_text"]
+    cache = QuantizedCache(model, **FP16)
+    found = pipe(TEXT, do_sample=False, **cache.argument, **options)[0]["generated_text"]
+    assert found == wanted
+    assert cache.kv is not None and int(cache.kv.seq_lens) == cache.get_seq_length() > 6
+    assert not options.get("stop_sequence") or wanted.endswith(".")
+
+
+def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> None:
+    batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="right", return_tensors="pt")
+    with pytest.raises(ConfigError, match=r"For generate pad prompts on the left \(tokenizer"):
+        model.generate(**batch, **QuantizedCache(model).argument, max_new_tokens=3)
+
+
+def test_kernels_of_drafts_are_compiled_where_drafts_will_come(model: Any) -> None:
+    """By the first append, which is that of the prompt (tests/cache/test_warmup.py)."""
+    ids, found = torch.arange(5, 15)[None], []
+    kinds: list[dict[str, Any]] = [{}, {"drafts": False}, {"dequantize": True}]
+    for options in kinds:
+        for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
+            cache = QuantizedCache(model, **options)
+            model.generate(ids, **cache.argument, max_new_tokens=3, **drafts)
+            assert cache.kv is not None
+            found.append(cache.kv.step_lens)
+    assert found == [(1,), (*range(1, DRAFTS + 1),), (1,), (1,), (), ()]

@@ -1,4 +1,4 @@
-"""CachedModel: its arguments, and calls that raise (3 s)."""
+"""CachedModel: its arguments, calls that raise, texts that end, tokens that the caller chooses."""
 
 from __future__ import annotations
 
@@ -8,31 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, QuantizedCache, debug, load_cache, save_cache
+from kvquant import KVCache, debug, load_cache, save_cache
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
-from kvquant.errors import (
-    ConfigError,
-    KVQuantError,
-    NonFiniteError,
-    ShapeError,
-    UnsupportedModelError,
-)
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import (  # noqa: E402
-    FP16,
-    GEMMA3N,
-    SHARING,
-    TOLERANCE,
-    RoundedCache,
-    random_module,
-    tiny,
-    tokens,
-)
+from hf_cases import FP16, SHARING, TOLERANCE, RoundedCache, random_module, tiny, tokens  # noqa: E402
 
+from kvquant.hf import model as models  # noqa: E402
+from kvquant.hf.hybrid import HybridModel  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
-from kvquant.hf.models.configs import cache_layers  # noqa: E402
 from kvquant.hf.models.positions import positions_of  # noqa: E402
 
 LONG = [4.0] * 32
@@ -52,99 +38,6 @@ def model() -> CachedModel:
 
 def lengths(cache: KVCache) -> list[list[int]]:
     return [at.seq_lens.tolist() for at in cache.layers]
-
-
-Refused = tuple[Callable[[CachedModel, KVCache], Any], type[KVQuantError], str]
-TAKEN = torch.tensor([[1, 2], [3, 4]])
-WHOLE, OF_1_TO_20 = r"lens is .*: use whole numbers", r"give \[2\] of 1 to 20"
-INT64, OUTSIDE = "give token ids as int64", "is not in the vocabulary"
-LOGITS = torch.zeros(2, 256)
-TOKENIZER = "needs .*tokenizer=Auto.*from_pretrained"
-
-
-def called(name: str, *given: Any, **options: Any) -> Callable[[CachedModel, KVCache], Any]:
-    """A method of a model, on a cache with two sequences of 8 tokens and room for 32."""
-    return lambda model, cache: getattr(model, name)(cache, *given, **options)
-
-
-def with_tokens(wrong: Any, error: type[KVQuantError], words: str) -> list[Refused]:
-    """Tokens that no call takes."""
-    return [
-        (called("prefill", wrong, append=True), error, words),
-        (lambda model, _: model.plain(wrong), error, words),
-        (lambda model, _: model.observe(wrong, lambda *shown: None), error, words),
-    ]
-
-
-CALLS: list[Refused] = [
-    *(
-        (called("prefill", tokens(2, 20), lens, append=True), ConfigError, WHOLE)
-        for lens in ([3.9, 7.2], torch.ones(2, dtype=torch.bool), [True, False])
-    ),
-    (called("prefill", tokens(2, 20), [0, 4], append=True), ShapeError, OF_1_TO_20),
-    (called("prefill", tokens(2, 20), [21, 4], append=True), ShapeError, OF_1_TO_20),
-    (called("prefill", tokens(2, 40), append=True), ShapeError, "48 tokens do not fit"),
-    (called("prefill", TAKEN), ConfigError, r"tokens already .*append=True.*reset\(\)"),
-    (called("prefill", TAKEN, append=1), ConfigError, "append is 1: use True or False"),
-    *(
-        (called("prefill", TAKEN, append=True, chunk=chunk), ConfigError, "chunk .* is not pos")
-        for chunk in (0, 2.5, True)
-    ),
-    *with_tokens(torch.ones(2, 4), ConfigError, r"torch\.float32: give token ids as int64"),
-    *with_tokens(torch.ones(2, 4, dtype=torch.bool), ConfigError, INT64),
-    *with_tokens(torch.tensor([[1, 2], [3, 256]]), ConfigError, r"token 256 .* ids are 0 to 255"),
-    *with_tokens(torch.tensor([[1, 2], [3, -1]]), ConfigError, f"token -1 {OUTSIDE}"),
-    *with_tokens([[1, 2], [3, 4]], ConfigError, "tokens are list: give a tensor"),
-    *(
-        (called("prefill", tokens(*shape), append=True), ShapeError, r"give \[2, 1 or more\]")
-        for shape in ((3, 4), (2, 4, 1), (2, 0))
-    ),
-    (called("step", tokens(2, 1)), ShapeError, r"give \[2\]"),
-    (called("step", torch.ones(2)), ConfigError, INT64),
-    (called("step", torch.tensor([1, 256])), ConfigError, OUTSIDE),
-    *(
-        (called("generate", LOGITS, count), ConfigError, "num_tokens .* is not possible: use a w")
-        for count in (0, -3, 2.5, True, "4")
-    ),
-    (called("generate", LOGITS, 26), ShapeError, "33 tokens do not fit into a cache with max_seq"),
-    (called("generate", LOGITS[:1], 2), ShapeError, r"logits are \[1, 256\]: give \[2, vocab"),
-    (called("generate", [[0.0]], 2), ConfigError, "logits is of type list: give a tensor"),
-    *(
-        (called("generate", LOGITS, 5, **{name: value}), ConfigError, words)
-        for name, value, words in (
-            ("eos_token_id", [2, 256], f"eos_token_id 256 {OUTSIDE}"),
-            ("eos_token_id", -1, f"eos_token_id -1 {OUTSIDE}"),
-            ("eos_token_id", "</s>", "eos_token_id is '</s>': use whole numbers"),
-            ("eos_token_id", True, "eos_token_id is torch.bool: use whole numbers"),
-            ("choose", [], "choose is of type list: give a function of a tensor"),
-            ("choose", lambda x: x[:, 0], "tokens are torch.float32: give token ids as int64"),
-            ("choose", lambda x: x.argmax(-1) + 256, OUTSIDE),
-        )
-    ),
-    (lambda model, _: model.stepper("x", 2), ConfigError, "cache is of type str"),  # type: ignore[arg-type]
-    (lambda model, _: model.stepper("x", 20), ConfigError, "cache is of type str"),  # type: ignore[arg-type]
-    (lambda model, _: model.encode("Nero"), ConfigError, f"encode {TOKENIZER}"),
-    (lambda model, _: model.decode([1, 2]), ConfigError, f"decode {TOKENIZER}"),
-    (
-        lambda model, _: model.generate(model.new_cache(2, 32), LOGITS, 3),
-        ConfigError,
-        r"holds \[0, 0\] tokens .*so the logits cannot be",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), CALLS, ids=[words for *_, words in CALLS])
-def test_refused_calls_change_nothing(
-    call: Callable[[CachedModel, KVCache], Any],
-    error: type[KVQuantError],
-    words: str,
-    model: CachedModel,
-) -> None:
-    cache = model.new_cache(2, 32)
-    model.prefill(cache, tokens(2, 8))
-    with pytest.raises(error, match=words):
-        call(model, cache)
-    assert lengths(cache) == [[8, 8]] * 2
 
 
 def test_the_last_places_of_a_cache_are_taken(model: CachedModel) -> None:
@@ -325,7 +218,7 @@ def test_keys_that_are_turned_with_every_token_end_where_that_begins() -> None:
         model.step(cache, text[:, 32])
 
 
-LLAMA4 = {
+LLAMA4: dict[str, Any] = {
     "no_rope_layers": [0, 0],
     "floor_scale": 24,
     "attn_scale": 0.5,
@@ -400,33 +293,122 @@ def test_rows_that_are_bad_are_told_before_a_prompt_or_a_step(
     assert cache.bad_rows.tolist() == [0, 0]
 
 
-def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> None:
-    model.model.set_attn_implementation("kvquant")
-    cache: Any = QuantizedCache(model.model)
-    with pytest.raises(ConfigError, match=r"type QuantizedCache: give a KVCache, of new_cache or"):
-        model.prefill(cache, torch.ones(1, 3, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="or the kv of a QuantizedCache"):
-        model.step(cache, torch.ones(1, dtype=torch.int64))
+FREE: dict[str, Any] = {"eos_token_id": ()}  # no text ends
 
 
-def test_models_whose_layers_no_cache_holds_are_refused_in_one_line() -> None:
-    for changes, message in (
-        (
-            SHARING | {"global_head_dim": 320},
-            "layer 1 has rows that no format has: head_dim 320 is not supported: use 64, 80",
-        ),
-        (
-            SHARING
-            | {"global_head_dim": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-            "layer 0 has 2 KV heads, where a KVCache has one number for all, 1",
-        ),
-    ):
-        with pytest.raises(UnsupportedModelError, match=message) as told:
-            tiny("Gemma4Text", **changes).new_cache(1, 8)
-        assert "\n" not in str(told.value)
+def read(model: CachedModel, batch: int = 2, **options: Any) -> tuple[KVCache, torch.Tensor]:
+    """A cache of prompts of unequal lengths, and the logits after them."""
+    cache = model.new_cache(batch, 160, **({"sink_len": 2, "recent_len": 4} | options))
+    text = tokens(batch, 12)
+    return cache, model.prefill(cache, text, [12, 7, 9][:batch])
 
 
-def test_windows_are_those_of_all_layers() -> None:
-    model = tiny("Gemma3nText", **GEMMA3N)
-    assert model.windows() == {0: 16, 2: 16}
-    assert cache_layers(model.config).shared == {2: 0, 3: 1}
+def end_of_first(texts: torch.Tensor) -> tuple[int, int]:
+    """A token that comes early in the first text and late or never in the second, and its place."""
+    first, second = texts.tolist()
+    for place, token in enumerate(first[:8]):
+        if token not in first[:place] and token not in second[:-8]:
+            return token, place
+    raise AssertionError("give another prompt: no token ends the first text early")
+
+
+def free_texts(model: CachedModel, count: int, **options: Any) -> torch.Tensor:
+    return model.generate(*read(model, **options), count, **FREE)
+
+
+def assert_same_text(one: KVCache, other: KVCache, sequence: int) -> None:
+    """The caches go on alike in this sequence, bit for bit."""
+    q = torch.ones(one.batch, 4, one.head_dim)
+    for index, (mine, theirs) in enumerate(zip(one.layers, other.layers, strict=True)):
+        for name in ("seq_lens", "packed_lens"):
+            assert getattr(mine, name)[sequence] == getattr(theirs, name)[sequence]
+        found, wanted = one.attend(index, q), other.attend(index, q)
+        assert torch.equal(found[sequence], wanted[sequence])
+
+
+@pytest.mark.parametrize("rollback_len", [4, 64])
+def test_a_text_that_ends_first_leaves_what_it_has_alone(
+    rollback_len: int, model: CachedModel
+) -> None:
+    """Behind its end 30 more steps come, after which a crop alone would leave tokens packed."""
+    options = {"rollback_len": rollback_len, "recent_len": 8}
+    free = free_texts(model, 40, **options)
+    end, place = end_of_first(free)
+    cache, logits = read(model, **options)
+    found = model.generate(cache, logits, 40, eos_token_id=end)
+    count = found.shape[1]
+    assert count > place + 20
+    assert torch.equal(found[1], free[1, :count])
+    assert torch.equal(found[0, : place + 1], free[0, : place + 1])
+    assert set(found[0, place:].tolist()) == {end}
+    assert cache.seq_lens.tolist() == [12 + place, 7 + count - 1]
+    wanted, logits = read(model, **options)
+    model.generate(wanted, logits, place + 1, **FREE)
+    assert_same_text(cache, wanted, 0)
+
+
+def test_windows_forget_what_came_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (layers, contiguous, models):
+        monkeypatch.setattr(module, "SPARE", 8)
+    model = tiny("Mistral", sliding_window=16)
+    end, place = end_of_first(free_texts(model, 50))
+    cache, logits = read(model)
+    found = model.generate(cache, logits, 50, eos_token_id=end)
+    wanted, logits = read(model)
+    model.generate(wanted, logits, place + 1, **FREE)
+    assert cache.seq_lens.tolist() == [12 + place, 7 + found.shape[1] - 1]
+    assert_same_text(cache, wanted, 0)
+
+
+def test_the_model_says_which_tokens_end_a_text(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = free_texts(model, 12)
+    starts = free[:, 0].tolist()
+    assert starts[0] != starts[1]
+    for ends, count in ((starts, 1), (None, 12)):
+        monkeypatch.setattr(model.model.generation_config, "eos_token_id", ends)
+        cache, logits = read(model)
+        assert torch.equal(model.generate(cache, logits, 12), free[:, :count])
+        assert cache.seq_lens.tolist() == [11 + count, 6 + count]
+    monkeypatch.setattr(model.model.generation_config, "eos_token_id", starts[0])
+    assert model.end_tokens == [starts[0]]
+    found = model.generate(*read(model), 12)
+    assert set(found[0].tolist()) == {starts[0]} and found.shape[1] > 1
+
+
+def test_a_hybrid_fills_texts_up_that_have_ended() -> None:
+    sizes = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32}
+    model = HybridModel(random_module("falcon_h1", sizes))
+
+    def continued(**options: Any) -> tuple[KVCache, torch.Tensor]:
+        cache = model.new_cache(2, 64)
+        return cache, model.generate(cache, model.prefill(cache, tokens(2, 6) % 97), 12, **options)
+
+    _, free = continued(**FREE)
+    first, second = free.tolist()
+    assert first[0] != second[0]
+    cache, found = continued(eos_token_id=first[0])
+    count = found.shape[1]
+    assert found[1].tolist() == second[:count] and set(found[0].tolist()) == {first[0]}
+    assert cache.seq_lens.tolist() == [6 + count - 1] * 2
+
+
+# Tokens that the caller chooses
+
+
+def test_tokens_are_those_that_are_chosen(model: CachedModel) -> None:
+    cache, logits = read(model)
+    lens: list[int] = []
+
+    def second(scores: torch.Tensor) -> torch.Tensor:
+        lens.append(int(cache.seq_lens[0]))
+        return scores.topk(2).indices[:, 1]
+
+    found = model.generate(cache, logits, 6, **FREE, choose=second)
+    assert lens == [12, 13, 14, 15, 16, 17]  # each before the next step
+    wanted, scores = read(model)
+    for column in found.T:
+        assert torch.equal(column, second(scores))
+        scores = model.step(wanted, column)
+    assert not torch.equal(found, free_texts(model, 6))

@@ -1,4 +1,5 @@
-"""Models whose layers lie on several devices (device_map): each layer's rows lie where its keys do.
+"""Models of several devices: with layers on each (device_map), whose rows lie where their keys do,
+or with heads on each (ranks).
 
 On the CPU alone tensors are copied on their way to "cpu:0", which stands for another device.
 """
@@ -15,19 +16,32 @@ import pytest
 import torch
 from devices import is_on
 
-from kvquant import CapturedStep, load_cache, save_cache
+from kvquant import CachedModel, CachePlan, CapturedStep, load_cache, save_cache
 from kvquant.calibration.calibrate import Sizes, calibrate
-from kvquant.errors import DeviceError, UnsupportedModelError
+from kvquant.cli.demo import MODEL
+from kvquant.errors import ConfigError, DeviceError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, by_kvquant, caching, random_module, tiny, tokens  # noqa: E402
+from example_plan import example_plan  # noqa: E402
+from hf_cases import (  # noqa: E402
+    FP16,
+    LATENT_SIZES,
+    by_kvquant,
+    caching,
+    hands_latents,
+    random_model,
+    random_module,
+    tiny,
+    tokens,
+)
+from ranks import run_ranks  # noqa: E402
 
 from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf import model as hf_model  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.masks import MaskMark, _Mask, _with_mark  # noqa: E402
-from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.hf.models.configs import layer_devices  # noqa: E402
+from kvquant.io.model_id import model_identity  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 KINDS: dict[str, dict[str, Any]] = {
@@ -355,3 +369,58 @@ def test_a_cached_model_where_accelerate_chooses_the_main_device(first: Any, sec
     token = wanted.argmax(-1)
     assert close(cached.step(caches[1], token), whole.step(caches[0], token))
     assert close(cached.plain(given[0]), whole.plain(given[0]))
+
+
+SCRIPT = Path(__file__).parent.parent / "support" / "hf_rank.py"
+
+
+@pytest.mark.slow
+def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers spreads models with it")
+    made = tiny("Llama", num_key_value_heads=4)
+    made.model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    if hands_latents:  # its tp_plan cuts kv_b_proj, which is absorbed
+        sizes = {"first_k_dense_replace": 2, "vocab_size": 98}  # half for each rank
+        latents = random_model("glm4_moe_lite", LATENT_SIZES | sizes)
+        latents.model.save_pretrained(tmp_path / "latents")
+        transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "latents")
+    plan = example_plan(2, 4, 64)
+    tensors = dict(plan.tensors) | {
+        f"{side}.offset": 2 * torch.randn(2, 4, 64) for side in "kv"
+    }  # each head has its own
+    model = model_identity(transformers.AutoConfig.from_pretrained(tmp_path).to_dict())
+    CachePlan(dict(plan.facts) | {"model": model}, tensors).save(tmp_path / "plan.safetensors")
+    assert run_ranks(SCRIPT, 2, tmp_path, tmp_path) == ["right\n"] * 2
+
+
+def test_parts_of_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = by_kvquant(tiny("Llama").model)
+    monkeypatch.setattr(type(model), "tp_size", 4)
+    for make in (lambda: QuantizedCache(model), lambda: CachedModel(model).new_cache(1, 8)):
+        with pytest.raises(UnsupportedModelError, match=r"2 KV heads, and its tp_plan .* 4 parts"):
+            make()
+    monkeypatch.setattr(type(model), "tp_size", 2)
+    QuantizedCache(model)
+
+
+def test_one_process_has_no_ranks() -> None:
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node=2, or leave tp_plan out"):
+        CachedModel.from_pretrained(MODEL, tp_plan="auto")
+
+
+def test_layers_that_are_not_where_the_cache_is_are_refused() -> None:
+    model = by_kvquant(tiny("Llama").model)
+
+    def move(module: Any, args: Any, kwargs: Any) -> Any:
+        return tuple(x.to("meta") for x in args), {
+            name: tuple(x.to("meta") for x in value) if isinstance(value, tuple) else value
+            for name, value in kwargs.items()
+        }
+
+    model.model.layers[1].to("meta").register_forward_pre_hook(move, with_kwargs=True)
+    cache = QuantizedCache(model, **FP16)
+    for text in (tokens(2, 9), tokens(2, 1)):
+        with pytest.raises(UnsupportedModelError, match=r"layer 1 .* is on meta, its rows on cpu"):
+            model(text, **caching(cache))
+        assert cache.kv is not None and cache.kv.seq_lens.tolist() == [0, 0]

@@ -64,23 +64,15 @@ def assert_continues_alike(first: KVCache, second: KVCache, steps: int = 9) -> N
         assert contents(first) == contents(second)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="int4-g4"),
-        pytest.param({"k_format": "int8-g2", "v_format": "int4"}, id="int8-g2_int4"),
-        pytest.param({"k_format": "int3", "v_format": "int2"}, id="int3_int2"),
-        pytest.param({"k_format": "fp8", "v_format": "fp8-g4", "exact_format": "fp16"}, id="fp8"),
-        pytest.param({"k_format": "bf16", "v_format": "fp16"}, id="16-bit"),
-        pytest.param({"k_format": ["int8", "int4-g8"]}, id="per-layer"),
-        pytest.param({"v_format": RowFormat("int4", 4, 128)}, id="head-dims-differ"),
-        pytest.param({"sink_len": 0, "recent_len": 0}, id="all-packed"),
-        pytest.param({"sink_len": 50}, id="all-sinks"),
-        pytest.param({"recent_len": 50}, id="all-recent"),
-        pytest.param({"lens": (0, 0)}, id="empty"),
-        pytest.param({"lens": (0, 40, 1, 7, 8, 9)}, id="ragged"),
-    ],
-)
+SAVED: list[dict[str, Any]] = [{}, {"sink_len": 0, "recent_len": 0}]
+SAVED += [{"sink_len": 50}, {"recent_len": 50}, {"lens": (0, 0)}, {"lens": (0, 40, 1, 7, 8, 9)}]
+SAVED += [{"k_format": ["int8", "int4-g8"]}, {"v_format": RowFormat("int4", 4, 128)}]
+SAVED += [{"k_format": "fp8", "v_format": "fp8-g4", "exact_format": "fp16"}]
+NAMES = ("int8-g2", "int4"), ("int3", "int2"), ("bf16", "fp16")
+SAVED += [{"k_format": k, "v_format": v} for k, v in NAMES]
+
+
+@pytest.mark.parametrize("options", SAVED, ids=str)
 def test_loaded_cache_is_the_saved_one_and_continues(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -199,14 +191,17 @@ def golden_latent() -> KVCache:
     ],
 )
 def test_golden_files_still_load(
-    name: str, model: dict[str, Any], make: Callable[[], KVCache]
+    name: str, model: dict[str, Any], make: Callable[[], KVCache], tmp_path: Path
 ) -> None:
-    cache, fresh = load_cache(DATA / f"{name}.safetensors", model=model), make()
-    assert type(cache) is type(fresh) and contents(cache) == contents(fresh)
-    assert (cache.rollback_len, cache.windows) == (fresh.rollback_len, fresh.windows)
-    for layer in range(cache.num_layers):
-        for ours, theirs in zip(cache.dequantized(layer), fresh.dequantized(layer), strict=True):
-            assert torch.equal(ours, theirs)
+    fresh = make()
+    written = save_cache(fresh, tmp_path / "again.safetensors", model=model)
+    for path in (DATA / f"{name}.safetensors", written):
+        cache = load_cache(path, model=model)
+        assert type(cache) is type(fresh) and contents(cache) == contents(fresh)
+        assert (cache.rollback_len, cache.windows) == (fresh.rollback_len, fresh.windows)
+        for layer in range(cache.num_layers):
+            sides = zip(cache.dequantized(layer), fresh.dequantized(layer), strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in sides)
 
 
 def test_the_golden_file_of_a_plan_of_latent_rows_still_loads() -> None:
@@ -220,12 +215,11 @@ def test_the_golden_file_of_a_plan_of_latent_rows_still_loads() -> None:
         assert (ours - wanted).abs().max() < 0.05
 
 
+READERS = load_cache, CachePlan.load, describe, partial(load_sequences, PagedKVCache(1, 1, 64, 1))
+
+
 @pytest.mark.parametrize("key", ["kvquant_cache", "kvquant_pages", "kvquant", "kvquant_moments"])
-@pytest.mark.parametrize(
-    "read",
-    [load_cache, CachePlan.load, describe, partial(load_sequences, PagedKVCache(1, 1, 64, 1))],
-    ids=["load_cache", "plan", "describe", "load_sequences"],
-)
+@pytest.mark.parametrize("read", READERS, ids=["cache", "plan", "describe", "sequences"])
 def test_files_of_before_the_first_release_are_refused(
     tmp_path: Path, key: str, read: Callable[[Path], object]
 ) -> None:

@@ -1,10 +1,14 @@
-"""Files whose manifests somebody forged, with checksums that fit: each is refused by name (10 s).
-
-What sequences may share is in test_sequences_forged.py, plans are in test_plan.py.
+"""Files that somebody forged, with checksums that fit: each is refused by name, nobody comes to
+another's rows, and what is accepted hangs together. Plans are in test_plan.py.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,18 @@ import latent_pages
 import paged_cases
 import pytest
 import torch
-from forged import forge
+from forged import forge, write
+from invariants import check_invariants
+from paged_cases import values
+from slow_cases import mark_slow
 
 from kvquant import KVCache, LatentKVCache, LatentPagedBatch, load_cache, load_sequences, save_cache
-from kvquant.errors import CheckpointError
+from kvquant.errors import CheckpointError, OutOfPagesError
 from kvquant.io.sequences import save_sequences
+from kvquant.ops.quantize import quantize_rows
 from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+from kvquant.rows.format import RowFormat
 
 GONE = object()  # in place of a value: the key goes
 HUGE, ZEROS = 2**31 - 1, "0" * 64
@@ -162,3 +172,321 @@ def test_forged_sequences_of_latent_rows_are_refused(case: Refused, tmp_path: Pa
     cache = latent_pages.make()
     refuse(path, case, lambda path: load_sequences(cache, path))
     assert cache.ids == []
+
+
+PAGE, DIM = 16, 64
+INT8, BF16 = (RowFormat.parse(name, DIM) for name in ("int8", "bf16"))
+
+
+def make(sinks: int = 0, recent: int = 0, **options: Any) -> PagedKVCache:
+    sizes = {"num_pages": 8, "max_num_seqs": 6, "max_seq_len": 64, **options}
+    lens: dict[str, Any] = {"sink_len": sinks, "recent_len": recent, "page_size": PAGE}
+    return PagedKVCache(1, 1, DIM, k_format="int8", v_format="int8", **sizes, **lens)
+
+
+def sequence(
+    name: int | str, length: int, pages: Sequence[int], tokens: Sequence[int] = (), packed: int = -1
+) -> dict[str, Any]:
+    lens = {"length": length, "packed_len": length if packed < 0 else packed}
+    return {"id": name, **lens, "pages": list(pages), "tokens": list(tokens)}
+
+
+def shared(path: Path, sequences: list[dict[str, Any]], sinks: int = 0, recent: int = 0) -> Path:
+    """Write a file whose page n holds the value n in all rows, and its 16-bit rows 100."""
+    pages = len({page for one in sequences for page in one["pages"]})
+    exact = sum(max(one["length"] - one["packed_len"], 0) for one in sequences)
+    of_pages = torch.arange(pages).float()[:, None, None, None].expand(pages, 1, PAGE, DIM)
+    tensors = {}
+    for side in "kv":
+        tensors[f"layers.0.{side}_pages"] = quantize_rows(of_pages, INT8)
+        tensors[f"layers.0.{side}_exact"] = quantize_rows(torch.full((exact, 1, DIM), 100.0), BF16)
+    top: dict[str, Any] = {"format": "kvquant.sequences", "version": 1, "writer": "x"}
+    top |= {"num_kv_heads": 1, "model": None, "creation": {}, "transforms": []}
+    top |= {"page_size": PAGE, "sink_len": sinks, "recent_len": recent, "exact_format": "bf16"}
+    top |= {"layers": [{side: {"format": "int8", "head_dim": DIM} for side in "kv"}]}
+    top["sequences"] = sequences
+    write(path, top, {name: rows for name, rows in tensors.items() if rows.numel()})
+    return path
+
+
+ONES, TWOS, SEVENS = [1] * PAGE, [2] * PAGE, [7] * 8
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "the first knows no tokens": [
+        sequence(0, 16, [0]),
+        sequence(1, 16, [0], ONES),
+        sequence(2, 16, [0], TWOS),
+    ],
+    "the first is shorter": [
+        sequence(0, 8, [0], SEVENS),
+        sequence(1, 16, [0], [*SEVENS, *ONES[:8]]),
+        sequence(2, 16, [0], [*SEVENS, *TWOS[:8]]),
+    ],
+    "the first knows less": [
+        sequence(0, 16, [0], SEVENS[:3]),
+        sequence(1, 16, [0], [*SEVENS, *ONES[:8]]),
+        sequence(2, 16, [0], [*SEVENS, *TWOS[:8]]),
+    ],
+    "the longest comes first": [
+        sequence(0, 32, [0, 1], [*ONES, *ONES]),
+        sequence(1, 20, [0, 1], ONES),
+        sequence(2, 24, [0, 1], [*ONES, *TWOS[:8]]),
+    ],
+    "in other places": [sequence(0, 32, [0, 1]), sequence(1, 32, [1, 0])],
+    "after other pages": [sequence(0, 32, [0, 1]), sequence(1, 32, [2, 1])],
+    "as the first page": [sequence(0, 32, [0, 1], ONES * 2), sequence(1, 16, [1], ONES)],
+    "one page twice, later": [sequence(0, 48, [0, 1, 0])],
+    "a page of an empty sequence": [sequence(0, 0, [0])],
+    "more packed tokens than tokens": [sequence(0, 16, [0], packed=17)],
+    "less packed tokens than there must be": [sequence(0, 16, [], packed=0)],
+    "longer than the cache takes": [sequence(0, 80, range(5))],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_pages_are_shared_only_by_sequences_that_agree(name: str, tmp_path: Path) -> None:
+    cache = make()
+    with pytest.raises(CheckpointError):
+        load_sequences(cache, shared(tmp_path / "x.safetensors", REFUSED[name]))
+    assert (cache.ids, cache.num_free_pages, cache.num_free_seq_slots) == ([], 8, 6)
+    check_invariants(cache)
+
+
+def test_an_id_that_no_cache_takes_is_told_of_the_file(tmp_path: Path) -> None:
+    for number in (-(2**1024), 2**1024):
+        path = shared(tmp_path / "x.safetensors", [sequence(number, 4, [0])])
+        with pytest.raises(CheckpointError, match=r"x.safetensors: .*\[0\].id has 1025 bits: 1024"):
+            load_sequences(make(), path)
+    shared(path, [sequence(2**1024 - 1, 4, [0])])
+    assert load_sequences(make(), path) == [2**1024 - 1]
+
+
+def test_first_tokens_that_differ_are_not_shared(tmp_path: Path) -> None:
+    """Sinks stand in no page, but the rows behind them were computed with them."""
+    both = [sequence(i, 18, [0], [i + 1, 9, *ONES], packed=16) for i in (0, 1)]
+    cache = make(sinks=2)
+    with pytest.raises(CheckpointError, match=r"sequences\[1\] cannot share page 0"):
+        load_sequences(cache, shared(tmp_path / "x.safetensors", both, sinks=2))
+
+
+@pytest.mark.parametrize("name", [None, "two", ""], ids=repr)
+def test_two_namespaces_share_no_page(name: str | None, tmp_path: Path) -> None:
+    cache = make()
+    cache.allocate("a", namespace="one")
+    batch = PagedBatch(cache, 1, 20)
+    with batch.extend(["a"], 16, ONES):
+        batch.append(0, *torch.zeros(2, 16, 1, DIM).bfloat16())
+    cache.fork("a", "b")
+    path = save_sequences(cache, ["a", "b"], tmp_path / "x.safetensors")
+    forge(path, lambda top, _: top["sequences"][1].update(namespace=name))
+    with pytest.raises(CheckpointError, match=r"sequences\[1\] cannot share page 0"):
+        load_sequences(make(), path)
+
+
+def test_a_page_keeps_its_name_when_another_is_wanted_for_it() -> None:
+    """Were a file to come through, the pool would not be led astray."""
+    cache = make()
+    cache.state.place(["a", "b"], [16, 16], [16, 16], [[0], [0]], [ONES, TWOS])
+    cache.insert_prefixes(["a", "b"])
+    check_invariants(cache)
+    assert cache.match_prefix([*ONES, 0]) == PAGE and cache.match_prefix([*TWOS, 0]) == 0
+    cache.free("a")
+    check_invariants(cache)
+    cache.free("b")
+    check_invariants(cache)
+
+
+def tenant(cache: PagedKVCache, batch: PagedBatch, name: str, count: int) -> None:
+    """A sequence of rows with the value 42 and tokens that nobody else has."""
+    tokens = [ord(name[0])] * count
+    assert cache.allocate(name, tokens) == 0
+    with batch.extend([name], count, tokens):
+        batch.append(0, *torch.full((2, count, 1, DIM), 42.0).bfloat16())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_loaded_nobody_comes_to_rows_of_others(seed: int, tmp_path: Path) -> None:
+    """Random files; those that are taken are used, and end, and others come to their pages."""
+    draw, taken = random.Random(seed), 0
+    for number in range(60):
+        sinks, recent = draw.choice([(0, 0), (2, 0), (0, 5), (2, 5)])
+        sequences: list[dict[str, Any]] = []
+        for name in range(draw.randrange(1, 5)):
+            length = draw.choice([0, 1, 8, 16, 17, 18, 24, 32, 40])
+            most = max(length - sinks, 0)
+            packed = draw.randint(max(most - recent, 0), most)
+            count = -(-packed // PAGE)
+            like = draw.choice(sequences)["pages"] if sequences and draw.random() < 0.8 else []
+            new = 1 + max((page for one in sequences for page in one["pages"]), default=-1)
+            pages = (like[: draw.randrange(4)] + list(range(new, new + count)))[:count]
+            if draw.random() < 0.1:
+                draw.shuffle(pages)
+            tokens = [draw.choice([1, 1, 1, 2])] * draw.randrange(20)
+            tokens = (tokens + [3] * draw.randrange(30))[: draw.randint(0, length)]
+            sequences.append(sequence(name, length, pages, tokens, packed))
+        path = shared(tmp_path / f"{number}.safetensors", sequences, sinks, recent)
+        cache = make(sinks, recent)
+        batch = PagedBatch(cache, 6, 200)
+        try:
+            load_sequences(cache, path)
+        except (CheckpointError, OutOfPagesError):
+            assert cache.ids == []
+            continue
+        taken += 1
+        check_invariants(cache)
+        found = [cache.match_prefix([*one["tokens"], 9]) for one in sequences]
+        for one, present in zip(sequences, found, strict=True):
+            full = sinks + one["packed_len"] // PAGE * PAGE
+            known = sinks + (len(one["tokens"]) - sinks) // PAGE * PAGE
+            assert present in (0, min(full, known)), "its own pages are found, or nothing"
+            if cache.can_append([one["id"]]):
+                with batch.extend([one["id"]], 1):
+                    batch.append(0, *torch.full((2, 1, 1, DIM), 5.0).bfloat16())
+            check_invariants(cache)
+        draw.shuffle(sequences)
+        for one in sequences:
+            cache.free(one["id"])
+            check_invariants(cache)
+        tenant(cache, batch, "tenant", 60)
+        for one in sequences:
+            present = cache.allocate("stranger", [*one["tokens"], 9])
+            for x in values(cache, "stranger"):
+                assert not (x[:, :present].round() == 42).any()
+            check_invariants(cache)
+            cache.free("stranger")
+        cache.free("tenant")
+        for other in "xy":
+            tenant(cache, batch, other, 30)
+            check_invariants(cache)
+            cache.free(other)
+        assert cache.num_free_pages == 8
+    assert taken > 5
+
+
+Mutation = Callable[[bytearray, random.Random], None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are only slowed down by threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_cache() -> KVCache:
+    cache = KVCache(
+        *(2, 2, 2, 64, 12), k_format=["int4-g2", "fp8"], v_format="int8", sink_len=1, recent_len=2
+    )
+    generator = torch.Generator().manual_seed(0)
+    cache.start_positions.copy_(torch.tensor([3, 50]))
+    for layer in range(2):
+        k, v = torch.randn(2, 2, 2, 6, 64, generator=generator)
+        cache.append(layer, k, v, [6, 4])
+    return cache
+
+
+def header_end(data: bytes | bytearray) -> int:
+    (length,) = struct.unpack("<Q", data[:8])
+    return 8 + int(length)
+
+
+def edit_manifest(data: bytearray, rng: random.Random) -> None:
+    """Values of the manifest change, and its checksum with them."""
+    header = json.loads(data[8 : header_end(data)])
+    manifest = json.loads(header["__metadata__"]["kvquant_file"])
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        mutate_json(manifest, rng)
+    seal(header, manifest)
+    replace_header(data, header)
+
+
+def edit_tensor(data: bytearray, rng: random.Random) -> None:
+    """Bytes of a tensor change, and both checksums with them: headers become NaN or negative."""
+    end = header_end(data)
+    header = json.loads(data[8:end])
+    manifest = json.loads(header["__metadata__"]["kvquant_file"])
+    name = rng.choice([name for name in header if name != "__metadata__"])
+    start, stop = (end + offset for offset in header[name]["data_offsets"])
+    row_bytes = header[name]["shape"][2]
+    at = rng.randrange(start, stop, row_bytes)
+    data[at : at + row_bytes] = rng.randbytes(row_bytes)
+    manifest["sha256"][name] = hashlib.sha256(data[start:stop]).hexdigest()
+    seal(header, manifest)
+    replace_header(data, header)
+
+
+def mutate_json(value: Any, rng: random.Random) -> None:
+    """Put something hostile at a random place of a JSON value, in place."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(at: Any) -> None:
+        for key in at if isinstance(at, dict) else range(len(at)):
+            places.append((at, key))
+            if isinstance(at[key], (dict, list)):
+                walk(at[key])
+
+    walk(value)
+    at, key = rng.choice(places)
+    action = rng.randrange(6)
+    if action == 0:
+        del at[key]
+    elif action == 1 and isinstance(at, list):
+        at.append(at[key])
+    elif action == 1:
+        at[f"{key}x"] = at[key]
+    elif action == 2 and type(at[key]) is int:
+        at[key] += rng.choice((-1, 1))
+    elif action == 3:
+        other, other_key = rng.choice(places)
+        at[key] = json.loads(json.dumps(other.get(other_key) if isinstance(other, dict) else key))
+    else:
+        hostile: list[Any] = [-1, 0, 1, 2**31 - 1, 2**31, 2**63 - 1, 2**64, 10**400, 1e308]
+        hostile += [0.5, float("nan")]
+        hostile += [None, True, "", "int4-g3", "int8", "x" * 5000, "\ud800", [], [[]], {}, {"": 0}]
+        hostile += ["int4-g" + "9" * 5000, [0] * 1000, "9" * 64, "layers.0.k_packed"]
+        at[key] = rng.choice(hostile)
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def seal(header: dict[str, Any], manifest: Any) -> None:
+    text, metadata = dump(manifest), header["__metadata__"]
+    metadata["kvquant_file"] = text
+    metadata["kvquant_file_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+
+
+def replace_header(data: bytearray, header: dict[str, Any]) -> None:
+    text = dump(header).encode()
+    data[: header_end(data)] = struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize("share", mark_slow([8, 1], [8]))  # one of so many mutations
+@pytest.mark.parametrize("mutate", [edit_manifest, edit_tensor])
+def test_sealed_mutations_are_refused_or_hang_together(
+    tmp_path: Path, mutate: Mutation, share: int
+) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path, model={"model_type": "x"}, creation={"a": [1, {"b": 2}]})
+    original = path.read_bytes()
+    rng = random.Random(mutate.__name__)
+    accepted = 0
+    for _ in range(600 // share):
+        data = bytearray(original)
+        mutate(data, rng)
+        path.write_bytes(data)
+        try:
+            cache = load_cache(path)
+        except CheckpointError:
+            continue
+        accepted += 1
+        for layer in range(cache.num_layers):
+            k, v = cache.dequantized(layer)
+            assert k.isfinite().all() and v.isfinite().all()
+            assert k.shape[2] == int(cache.seq_lens.max()) <= cache.max_seq_len
+            one = torch.zeros(cache.batch, cache.num_kv_heads, 1, k.shape[3])
+            if k.shape[2] < cache.max_seq_len:
+                cache.append(layer, one, one[..., : v.shape[3]])
+    assert accepted  # the row stays readable if only codes change

@@ -12,13 +12,13 @@ import torch
 from example_plan import example_plan
 from forged import Edit, forge
 from latent_plans import latent_plan
+from refusals import assert_refused
 from relative_l2 import relative_l2
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvquant import CachedModel, KVCache, LatentKVCache, QuantizedCache, load_cache, save_cache
 from kvquant.calibration.fidelity import Planned
 from kvquant.errors import CheckpointError, ConfigError
-from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 from kvquant.paged.cache import PagedKVCache
 from kvquant.paged.latent import LatentPagedKVCache
@@ -30,9 +30,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 64}
 
 @pytest.fixture
 def plan() -> CachePlan:
-    plan = example_plan()
-    facts = {**plan.facts, "model": model_identity(CONFIG)}
-    return CachePlan(facts, plan.tensors)
+    return example_plan(config=CONFIG)
 
 
 @pytest.fixture
@@ -90,13 +88,11 @@ def test_bits_are_those_of_the_rows(plan: CachePlan) -> None:
         plan.with_formats("int5")
 
 
-@pytest.mark.parametrize("formats", [{(0, "q"): "int8"}, {(3, "k"): "int8"}, {0: "int8"}, None])
-def test_formats_of_layers_that_do_not_exist_are_refused(plan: CachePlan, formats: Any) -> None:
-    with pytest.raises(ConfigError, match=r"by \(layer, side\), layers from 0 to 2"):
-        plan.with_layer_formats(formats)
-
-
 def test_a_layer_that_is_kept_in_16_bit_stays_so(plan: CachePlan) -> None:
+    odd: list[Any] = [{(0, "q"): "int8"}, {(3, "k"): "int8"}, {0: "int8"}, None]
+    for formats in odd:
+        with pytest.raises(ConfigError, match=r"by \(layer, side\), layers from 0 to 2"):
+            plan.with_layer_formats(formats)
     kept = [i for i, entry in enumerate(plan.facts["layers"]) if entry["kept"]]
     assert kept
     with pytest.raises(ConfigError, match=rf"layer {kept[0]} cannot be kept in int8: .*16 bit"):
@@ -271,13 +267,11 @@ def test_a_large_plan_of_no_head_dim_is_refused_before_it_costs_memory(path: Pat
 
 
 def test_other_files_are_no_plans(tmp_path: Path, plan: CachePlan) -> None:
-    save_cache(filled(plan), tmp_path / "cache.safetensors")
+    path = save_cache(filled(plan), tmp_path / "cache.safetensors")
     with pytest.raises(CheckpointError, match=r"a kvquant cache: .* `kvquant inspect`"):
-        CachePlan.load(tmp_path / "cache.safetensors")
+        CachePlan.load(path)
     with pytest.raises(ConfigError, match=r"path is '\.': give the path of a file"):
         CachePlan.load(".")
-    with pytest.raises(FileNotFoundError):
-        CachePlan.load(tmp_path / "none.safetensors")
 
 
 def test_a_saved_cache_goes_on_with_its_plan(plan: CachePlan, tmp_path: Path) -> None:
@@ -304,16 +298,16 @@ def test_a_saved_cache_goes_on_with_its_plan(plan: CachePlan, tmp_path: Path) ->
 def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Path) -> None:
     path, plain = tmp_path / "cache.safetensors", tmp_path / "plain.safetensors"
     save_cache(filled(plan), path)
-    with pytest.raises(CheckpointError, match="stored in the bases of a plan: load it with"):
-        load_cache(path)
-    tensors = dict(plan.tensors)
-    tensors["v.offset"] = tensors["v.offset"].clone()
-    tensors["v.offset"][1, 0, 0] += 1
-    with pytest.raises(CheckpointError, match=r"of another plan \(layer 1 differs\)"):
-        load_cache(path, plan=CachePlan(plan.facts, tensors))
     save_cache(KVCache(3, 1, 2, 64, 8), plain)
-    with pytest.raises(CheckpointError, match="without a plan: use none"):
-        load_cache(plain, plan=plan)
+    moved = plan.tensors["v.offset"].clone()
+    moved[1, 0, 0] += 1
+    other = CachePlan(plan.facts, {**plan.tensors, "v.offset": moved})
+    assert_refused(
+        CheckpointError,
+        (lambda: load_cache(path), "stored in the bases of a plan: load it with"),
+        (lambda: load_cache(path, plan=other), r"of another plan \(layer 1 differs\)"),
+        (lambda: load_cache(plain, plan=plan), "without a plan: use none"),
+    )
 
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64}
@@ -343,14 +337,15 @@ DOORS: dict[str, Callable[[Any, LlamaForCausalLM, Path], Any]] = {
 @pytest.mark.parametrize("name", DOORS)
 def test_a_path_is_taken_wherever_a_plan_is(name: str, tmp_path: Path) -> None:
     config, door = LlamaConfig(**SIZES), DOORS[name]
-    plan, path = example_plan(), tmp_path / "plan.safetensors"
-    facts = {**plan.with_formats("int8").facts, "model": model_identity(config.to_dict())}
-    plan = latent_plan() if "Latent" in name else CachePlan(facts, plan.tensors)
+    plan, path = example_plan(config=config.to_dict()), tmp_path / "plan.safetensors"
+    plan = latent_plan() if "Latent" in name else plan.with_formats("int8")
     plan.save(path)
     make = partial(AutoModelForCausalLM.from_config, config, attn_implementation="kvquant")
     models = [make() for _ in "abc"]
     given = plan, path, str(path)
     found = [door(one, model, tmp_path) for one, model in zip(given, models, strict=True)]
+    with pytest.raises(FileNotFoundError, match=r"none\.safetensors"):
+        door("none.safetensors", models[0], tmp_path)
     assert found[0]
     assert fingerprints(found[0]) == fingerprints(found[1]) == fingerprints(found[2])
 
@@ -378,24 +373,26 @@ def test_a_plan_of_latent_rows_is_read_as_it_was_written(tmp_path: Path) -> None
 
 def test_latent_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     plan, path = latent_plan(), tmp_path / "plan.safetensors"
-    heads = {name: tensor.repeat_interleave(2, 1) for name, tensor in plan.tensors.items()}
-    with pytest.raises(CheckpointError, match="latent rows have one KV head, the plan is of 2"):
-        CachePlan(plan.facts, heads).save(path)
+    facts, tensors = dict(plan.facts), dict(plan.tensors)
+    layers = json.loads(json.dumps(facts["layers"]))
     assert plan.formats[0][1] == "bf16"  # a basis that is not used is looked at, too
-    singular = {**plan.tensors, "v.matrix": torch.zeros_like(plan.tensors["v.matrix"])}
-    with pytest.raises(CheckpointError, match="must have an inverse"):
-        CachePlan(plan.facts, singular).save(path)
-    missing = {name: x for name, x in plan.tensors.items() if name != "v.matrix"}
-    with pytest.raises(CheckpointError, match=r"v\.'matrix' is missing"):
-        CachePlan(plan.facts, missing).save(path)
-    layers = json.loads(json.dumps(plan.facts["layers"]))
     layers[0]["k"]["rounding"] = "feedback"
-    eyes = {f"{side}.feedback": plan.tensors[f"{side}.matrix"] for side in "kv"}
-    with pytest.raises(CheckpointError, match=r"layers\[0\] rounds latent rows with feedback"):
-        CachePlan({**plan.facts, "layers": layers}, {**plan.tensors, **eyes}).save(path)
-    facts = {**plan.facts, "latent": False}
-    with pytest.raises(CheckpointError, match="head_dim 32 is that of a part of latent rows"):
-        CachePlan(facts, plan.tensors).save(path)
+    eyes = {f"{side}.feedback": tensors[f"{side}.matrix"] for side in "kv"}
+    singular = {"v.matrix": torch.zeros_like(tensors["v.matrix"])}
+    heads = {name: tensor.repeat_interleave(2, 1) for name, tensor in tensors.items()}
+    missing = {name: x for name, x in tensors.items() if name != "v.matrix"}
+    feedback = r"layers\[0\] rounds latent rows with feedback"
+    assert_refused(
+        CheckpointError,
+        (lambda: CachePlan(facts, heads).save(path), "rows have one KV head, the plan is of 2"),
+        (lambda: CachePlan(facts, tensors | singular).save(path), "must have an inverse"),
+        (lambda: CachePlan(facts, missing).save(path), r"v\.'matrix' is missing"),
+        (lambda: CachePlan(facts | {"layers": layers}, tensors | eyes).save(path), feedback),
+        (
+            lambda: CachePlan(facts | {"latent": False}, tensors).save(path),
+            "head_dim 32 is that of",
+        ),
+    )
 
 
 def test_plans_of_other_formats_share_the_bases() -> None:

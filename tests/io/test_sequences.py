@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,16 @@ import pytest
 import torch
 from forged import forge
 from invariants import check_invariants
-from latent_pages import FORMATS
+from latent_pages import FORMATS, from_plan
+from latent_plans import latent_plan
 from paged_cases import begin, extend, make, new_rows, rows_of, same, seen, values
+from refusals import assert_refused
 from safetensors.torch import load_file
 
 from kvquant import KVCache, LatentPagedBatch, load_cache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, DeviceError, OutOfPagesError
+from kvquant.io.inspect import describe
+from kvquant.io.plan import CachePlan
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.io.tensor_files import SafetensorsFile
 from kvquant.paged.batch import PagedBatch
@@ -137,26 +141,45 @@ def test_a_file_is_of_one_model(tmp_path: Path) -> None:
         load_sequences(make(), path, model={**CONFIG, "hidden_size": 65})
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"page_size": 32}, "page_size is 16 in the file and 32 in the cache"),
-        ({"sink_len": 4}, "sink_len is 3 in the file and 4"),
-        ({"recent_len": 4}, "recent_len is 5 in the file and 4"),
-        ({"exact_format": "fp16"}, "exact_format is bf16"),
-        ({"num_layers": 1}, "num_layers is 2 in the file and 1"),
-        ({"v_format": "int4"}, "layer 0 is int4-g4 and int8 in the file and int4-g4 and int4"),
-        ({"max_seq_len": 68}, "a sequence has 69 tokens, max_seq_len is 68"),
-    ],
-)
-def test_a_file_that_does_not_fit_the_cache_is_refused(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = save_sequences(filled().cache, ["a", "b"], tmp_path / "saved.safetensors")
-    cache = make(**options)
-    with pytest.raises(CheckpointError, match=message):
-        load_sequences(cache, path)
-    assert cache.ids == []
+def test_a_file_that_does_not_fit_the_cache_is_refused(tmp_path: Path) -> None:
+    heads, latents = (
+        save_sequences(filled(kind).cache, ["a", "b"], tmp_path / f"{kind}.safetensors")
+        for kind in (False, True)
+    )
+    formats = "layer 0 is int4-g4 and int8 in the file and int4-g4 and int4"
+    caches: list[tuple[Path, Any, str]] = [
+        (heads, make(page_size=32), "page_size is 16 in the file and 32 in the cache"),
+        (heads, make(sink_len=4), "sink_len is 3 in the file and 4"),
+        (heads, make(recent_len=4), "recent_len is 5 in the file and 4"),
+        (heads, make(exact_format="fp16"), "exact_format is bf16"),
+        (heads, make(num_layers=1), "num_layers is 2 in the file and 1"),
+        (heads, make(v_format="int4"), formats),
+        (heads, make(max_seq_len=68), "a sequence has 69 tokens, max_seq_len is 68"),
+        (latents, make(), "latent is True in the file and False in the cache"),
+        (heads, latent_pages.make(), "latent is False in the file and True in the cache"),
+        (latents, latent_pages.make(), "layer 0 is int8-g4 and bf16 in the file"),
+    ]
+    for path, cache, message in caches:
+        assert_refused(CheckpointError, (partial(load_sequences, cache, path), message))
+        assert cache.ids == []
+
+
+def test_files_remember_the_bases_of_a_plan_of_latents(tmp_path: Path) -> None:
+    plan = latent_plan()
+    batch = LatentPagedBatch(from_plan(plan), 4, 100)
+    begin(batch, "a", 60, range(60))
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    loaded = from_plan(plan)
+    assert load_sequences(loaded, path) == ["a"]
+    assert same(values(loaded, "a"), values(batch.cache, "a"))
+    assert describe(path)["transformed"]
+    moved = {**plan.tensors, "k.offset": plan.tensors["k.offset"] + 1}
+    plain, other = latent_pages.make(fmt=["int4-g8", "bf16"]), CachePlan(plan.facts, moved)
+    assert_refused(
+        CheckpointError,
+        (lambda: load_sequences(plain, path), "in the bases of a plan: make the cache with"),
+        (lambda: load_sequences(from_plan(other), path), r"another plan \(layer 0 differs\)"),
+    )
 
 
 def test_files_of_the_other_kind_are_refused(tmp_path: Path) -> None:
@@ -183,26 +206,16 @@ def test_without_room_nothing_is_loaded(tmp_path: Path) -> None:
     check_invariants(batch.cache)
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda cache, at: save_sequences(cache, ["a"], at / "x.bin"), "NAME.safetensors"),
-        (lambda cache, at: save_sequences(cache, [], at / "x.safetensors"), "at least one"),
-        (lambda cache, at: save_sequences(cache, ["a"] * 2, at / "x.safetensors"), "each once"),
-        (lambda cache, at: save_sequences(cache, ["x"], at / "x.safetensors"), "no sequence 'x'"),
-        (
-            lambda cache, at: save_sequences(
-                cache, ["a"], at / "x.safetensors", creation={"": {0}}
-            ),
-            "not plain data",
-        ),
-    ],
-)
-def test_what_cannot_be_saved_is_refused(
-    call: Callable[[Any, Path], object], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        call(filled().cache, tmp_path)
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    cache, path = filled().cache, tmp_path / "x.safetensors"
+    assert_refused(
+        ConfigError,
+        (lambda: save_sequences(cache, ["a"], tmp_path / "x.bin"), "NAME.safetensors"),
+        (lambda: save_sequences(cache, [], path), "at least one"),
+        (lambda: save_sequences(cache, ["a"] * 2, path), "each once"),
+        (lambda: save_sequences(cache, ["x"], path), "no sequence 'x'"),
+        (lambda: save_sequences(cache, ["a"], path, creation={"": {0}}), "not plain data"),
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -251,19 +264,23 @@ def test_tokens_of_64_bits_are_saved_and_loaded(tmp_path: Path, token: int) -> N
     assert other.match_prefix(tokens) == batch.cache.match_prefix(tokens) > 0
 
 
-@pytest.mark.parametrize("namespace", [None, "adapter 1"])
-def test_golden_files_still_load(namespace: str | None) -> None:
-    values_ = (torch.arange(40)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 1, 40, 64)
-    rows = values_[:, 0, :, None].expand(2, 40, 2, 64).bfloat16()
-    batch = PagedBatch(make(), 4, 100)
+@pytest.mark.parametrize("kind", ["sequences", "sequences-namespace", "sequences-latent"])
+def test_golden_files_still_load(kind: str) -> None:
+    namespace, steps = "adapter 1" if "name" in kind else None, torch.arange(40)[:, None, None]
+    rows: Any = [(steps + torch.arange(64) / 4 - 8.0).expand(40, 2, 64).bfloat16()] * 2
+    batch: Any = PagedBatch(make(), 4, 100)
+    loaded, model = make(), None
+    if "latent" in kind:
+        rows = steps / 4 + torch.arange(256) / 64 - 2.0, steps / 4 - torch.arange(32) / 8
+        formats, model = ["int4-g8+fp8-g4", "int8-g4"], {"model_type": "deepseek_v3"}
+        batch = LatentPagedBatch(latent_pages.make(fmt=formats), 4, 100)
+        loaded = latent_pages.make(fmt=formats)
     assert batch.cache.allocate("a", namespace=namespace) == 0
     extend(batch, ["a"], [40], range(40), rows=rows)
     batch.cache.fork("a", 7)
-    extend(batch, [7], 3, range(3), rows=rows[:, :3])
-    loaded = make()
-    kind = "sequences" if namespace is None else "sequences-namespace"
+    extend(batch, [7], 3, range(3), rows=[x[:3] for x in rows])
     golden = Path(__file__).parents[1] / "data" / f"{kind}.safetensors"
-    assert load_sequences(loaded, golden) == ["a", 7]
+    assert load_sequences(loaded, golden, model=model) == ["a", 7]
     check_invariants(loaded)
     for name in ("a", 7):
         assert same(values(loaded, name), values(batch.cache, name))

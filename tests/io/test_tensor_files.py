@@ -7,6 +7,7 @@ import json
 import os
 import random
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from example_plan import example_plan
 from forged import Edit, forge, manifest_of
+from refusals import assert_refused
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from saved_kinds import KINDS, Kind
@@ -115,13 +117,12 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_odd_headers_are_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(ODD[name])
-    with pytest.raises(CheckpointError, match="no safetensors file, or a damaged one") as caught:
-        SafetensorsFile(path)
-    assert str(caught.value).startswith(str(path))
+def test_odd_headers_are_refused(tmp_path: Path) -> None:
+    for name, data in ODD.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        told = rf"^{path} is no safetensors file, or a damaged one"
+        assert_refused(CheckpointError, (partial(SafetensorsFile, path), told))
 
 
 def test_headers_that_cost_much_are_refused_first(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 from example_plan import example_plan
+from refusals import assert_refused
 
 from kvquant.calibration.fidelity import Scheme
 from kvquant.cli.demo import MODEL
@@ -39,9 +41,8 @@ def test_everything_that_is_given_counts(tmp_path: Path) -> None:
     assert str(found["cache"]) == "mine + 4 sinks, 0 recent"
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_what_is_not_possible_is_told() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"kformat": "int8", "beams": 2}, "have no beams, kformat: there are pretrained, k_format"),
         ({"pretrained": None}, "name no model: give pretrained=MODEL"),
         ({"pretrained": "/nowhere"}, "/nowhere does not exist: give the folder of a model"),
@@ -57,12 +58,10 @@ def test_everything_that_is_given_counts(tmp_path: Path) -> None:
         ({"recent_len": 1.5}, "recent_len 1.5 is not possible"),
         ({"sink_len": -1}, "sink_len -1 is not possible"),
         ({"max_length": 0}, "max_length 0 is not possible"),
-    ],
-)
-def test_what_is_not_possible_is_told(given: dict[str, Any], words: str) -> None:
-    whole = {"pretrained": MODEL, "k_format": "int8"} | given
-    with pytest.raises(ConfigError, match=words.replace("+", r"\+")):
-        read_arguments(whole)
+    ]
+    for given, words in cases:
+        whole = {"pretrained": MODEL, "k_format": "int8"} | given
+        assert_refused(ConfigError, (partial(read_arguments, whole), words.replace("+", r"\+")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

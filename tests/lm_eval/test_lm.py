@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("lm_eval", reason="needs the lm-eval extra")
 from hf_cases import RoundedCache
+from refusals import assert_refused
 
 import kvquant.lm_eval.batches
 import kvquant.lm_eval.model
@@ -358,31 +359,22 @@ def test_chats_are_written_by_the_template(
     assert "/" not in KvquantLM(model, EXACT).tokenizer_name
 
 
-def writes(**settings: Any) -> Callable[[CachedModel], Any]:
-    return lambda model: generated(KvquantLM(model, EXACT), WORDS, **settings)
-
-
-REFUSED: list[tuple[Callable[[CachedModel], Any], str]] = [
-    (writes(num_beams=4), "num_beams=4, which kvquant does not serve"),
-    (writes(do_sample=True, top_p=0.9), "top_p=0.9, which kvquant does not serve"),
-    (writes(max_gen_toks=4096), "max_gen_toks is 4096, and max_length 4096 has room for 1 to"),
-    (writes(max_gen_toks=0), "max_gen_toks is 0"),
-    (lambda model: KvquantLM(model, EXACT, max_length=4097), "is beyond the 4096 positions"),
-    (lambda model: KvquantLM(model, "int6"), "'int6' is no format"),
-    (lambda model: KvquantLM(model, EXACT, batch_size=0), "batch_size 0 is not possible"),
-    (
-        lambda model: KvquantLM(CachedModel(model.model), EXACT),
-        "lm_eval needs a tokenizer, and this CachedModel has",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_is_not_served_is_told(
-    model: CachedModel, call: Callable[[CachedModel], Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        call(model)
+def test_what_is_not_served_is_told(model: CachedModel) -> None:
+    lm, bare = KvquantLM(model, EXACT), CachedModel(model.model)
+    settings: list[tuple[dict[str, Any], str]] = [
+        ({"num_beams": 4}, "num_beams=4, which kvquant does not serve"),
+        ({"do_sample": True, "top_p": 0.9}, "top_p=0.9, which kvquant does not serve"),
+        ({"max_gen_toks": 4096}, "max_gen_toks is 4096, and max_length 4096 has room for 1 to"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+    ]
+    assert_refused(
+        ConfigError,
+        *((partial(generated, lm, WORDS, **given), words) for given, words in settings),
+        (lambda: KvquantLM(model, EXACT, max_length=4097), "is beyond the 4096 positions"),
+        (lambda: KvquantLM(model, "int6"), "'int6' is no format"),
+        (lambda: KvquantLM(model, EXACT, batch_size=0), "batch_size 0 is not possible"),
+        (lambda: KvquantLM(bare, EXACT), "lm_eval needs a tokenizer, and this CachedModel has"),
+    )
 
 
 def test_a_text_without_a_context_needs_a_first_token(model: CachedModel) -> None:

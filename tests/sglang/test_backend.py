@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,12 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
+from refusals import assert_refused
 from transformers import AutoConfig, LlamaConfig
 
 from kvquant import dequantize_rows
 from kvquant.engine.settings import Settings
 from kvquant.errors import CheckpointError, ConfigError, UnsupportedError
-from kvquant.io.model_id import model_identity
-from kvquant.io.plan import CachePlan
 from kvquant.sglang import environment, plugin
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 24
@@ -294,28 +294,24 @@ def test_first_pages_and_last_tokens_are_in_16_bit(
     assert (kept - exact)[:, short].abs().max() < 0.05 < (bare - exact)[:, short].abs().max()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"page_size": 2}, "hold less than 4 first tokens"),
-        ({"enable_hierarchical_cache": True}, "write pages without 16-bit rows"),
-        ({"disaggregation_mode": "decode"}, "write pages without 16-bit rows"),
-        ({"enable_two_batch_overlap": True}, "runs two steps at a time"),
-    ],
-)
-def test_where_first_pages_cannot_be_in_16_bit(
-    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_first_pages_cannot_be_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvquant.sglang import layers
     from kvquant.sglang.backend import RowsAttention
 
-    one = served(changes.get("page_size", 16), parts=1)
-    vars(one.runner.server_args).update(changes)
-    assert RowsAttention(one.runner)._windows == [None]  # it was not asked for
     asked = Settings.parse({"k_format": "int8", "v_format": "int4-g4", "recent_len": 8})
-    monkeypatch.setattr(layers, "settings", lambda: asked)
-    with pytest.raises(ConfigError, match=rf'"recent_len" is 8, and .*{words}'):
-        RowsAttention(one.runner)
+    for name, value, words in (
+        ("page_size", 2, "hold less than 4 first tokens"),
+        ("enable_hierarchical_cache", True, "write pages without 16-bit rows"),
+        ("disaggregation_mode", "decode", "write pages without 16-bit rows"),
+        ("enable_two_batch_overlap", True, "runs two steps at a time"),
+    ):
+        runner = served(2 if name == "page_size" else 16, parts=1).runner
+        setattr(runner.server_args, name, value)
+        assert RowsAttention(runner)._windows == [None]  # it was not asked for
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "settings", lambda: asked)
+            words = rf'"recent_len" is 8, and .*{words}'
+            assert_refused(ConfigError, (partial(RowsAttention, runner), words))
 
 
 def test_slots_keep_their_rows_in_host_memory() -> None:
@@ -334,29 +330,23 @@ def test_slots_keep_their_rows_in_host_memory() -> None:
         assert torch.equal(pages.transpose(1, 2).flatten(0, 1)[after], rows)
 
 
-LAYERS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "local chunks": ([{"use_irope": True}], "0.attn: it attends within local"),
-    "Grok's temperature": ([{"xai_temperature_len": 8}], "queries' temperature"),
-    "positions": ([{"pos_encoding_mode": "ALIBI"}], "positions by ALIBI"),
-    "another cap": (
-        [{"logit_cap": 20.0, "logit_capping_method": "sin"}],
-        "scores by sin, not tanh",
-    ),
-    "cross attention": ([{"is_cross_attention": True}], "of type cross attention"),
-    "an encoder": ([{"attn_type": SimpleNamespace(value="encoder_only")}], "of type encoder_only"),
-    "shared rows": ([{}, {}], "1.attn: it shares layer_id 0 with another layer"),
-    "other heads": ([{"tp_k_head_num": 4}], "it has 4 KV heads (head_dim 64 of K, 64 of V)"),
-}
-
-
-@pytest.mark.parametrize("case", LAYERS)
-def test_layers_are_refused_at_the_start(case: str) -> None:
+def test_layers_are_refused_at_the_start() -> None:
     from kvquant.sglang.backend import RowsAttention
 
-    changes, words = LAYERS[case]
-    layers = [make_layer(0, **one) for one in changes]
-    with pytest.raises(UnsupportedError, match=re.escape(words)):
-        RowsAttention(served(1, parts=1, layers=layers).runner)
+    encoder, cap = SimpleNamespace(value="encoder_only"), {"logit_cap": 20.0}
+    cases: list[tuple[list[dict[str, Any]], str]] = [
+        ([{"use_irope": True}], "0.attn: it attends within local"),
+        ([{"xai_temperature_len": 8}], "queries' temperature"),
+        ([{"pos_encoding_mode": "ALIBI"}], "positions by ALIBI"),
+        ([cap | {"logit_capping_method": "sin"}], "scores by sin, not tanh"),
+        ([{"is_cross_attention": True}], "of type cross attention"),
+        ([{"attn_type": encoder}], "of type encoder_only"),
+        ([{}, {}], "1.attn: it shares layer_id 0 with another layer"),
+        ([{"tp_k_head_num": 4}], "it has 4 KV heads (head_dim 64 of K, 64 of V)"),
+    ]
+    for changes, words in cases:
+        runner = served(1, parts=1, layers=[make_layer(0, **one) for one in changes]).runner
+        assert_refused(UnsupportedError, (partial(RowsAttention, runner), re.escape(words)))
 
 
 def test_engines_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +376,8 @@ def test_plans_of_other_models_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     from kvquant.sglang import backend, layers
 
     LlamaConfig(head_dim=DIM).save_pretrained(tmp_path)
-    made = example_plan(3, KV_HEADS, DIM)
     config = AutoConfig.from_pretrained(tmp_path).to_dict()
-    plan = CachePlan({**made.facts, "model": model_identity(config)}, made.tensors)
+    plan = example_plan(3, KV_HEADS, DIM, config=config)
     asked = Settings("int8", "int4-g4", plan.with_formats("int8", "int4-g4"))
     monkeypatch.setattr(backend, "settings", lambda: asked)
     parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=1)
@@ -407,16 +396,16 @@ def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None
     batch, layer = one.batch([71, 34, 2]), one.runner.model[0].attn
     backend.init_forward_metadata(batch)
     q, k = torch.randn(3, HEADS * DIM), torch.randn(3, KV_HEADS * DIM)
-    with pytest.raises(UnsupportedError, match="layer 0 attends to another layer's K and V"):
-        backend.forward(q, None, None, layer, batch)
-    with pytest.raises(UnsupportedError, match=r"calls RowsAttention.forward_extend with k_rope="):
-        backend.forward(q, k, k, layer, batch, k_rope=k)
-    with pytest.raises(UnsupportedError, match="written by kvquant's attention backend alone"):
-        one.runner.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, k)
-    with pytest.raises(UnsupportedError, match="graphs of one token for each sequence"):
-        backend.init_cuda_graph_state(4, 8)
-    with pytest.raises(UnsupportedError, match="leave --enable-torch-compile out"):
-        backend.init_cpu_graph_state(4, 4)
+    write, forward = one.runner.token_to_kv_pool.set_kv_buffer, backend.forward
+    rope = "calls RowsAttention.forward_extend with k_rope="
+    assert_refused(
+        UnsupportedError,
+        (lambda: forward(q, None, None, layer, batch), "0 attends to another layer's K and V"),
+        (lambda: forward(q, k, k, layer, batch, k_rope=k), rope),
+        (lambda: write(layer, batch.out_cache_loc, k, k), "by kvquant's attention backend alone"),
+        (lambda: backend.init_cuda_graph_state(4, 8), "graphs of one token for each sequence"),
+        (lambda: backend.init_cpu_graph_state(4, 4), "leave --enable-torch-compile out"),
+    )
 
 
 def test_kernels_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
 
 ERRORS: dict[str, Any] = {"kl_error": 0.0002, "top1_error": 0.003, "kl_passages": []}
@@ -20,11 +21,12 @@ def example_plan(
     num_kv_heads: int = 2,
     head_dim: int = 64,
     *,
+    config: dict[str, Any] | None = None,
     kl: float = 0.0066,
     max_kl: float | None = 0.01,
     met: bool = True,
 ) -> CachePlan:
-    """Make a plan whose last layer is kept in 16 bit."""
+    """Make a plan whose last layer is kept in 16 bit, of a model with this config, or of none."""
     torch.manual_seed(0)
     shape = (num_layers, num_kv_heads)
     tensors: dict[str, torch.Tensor] = {}
@@ -34,8 +36,9 @@ def example_plan(
         tensors[f"{side}.matrix"] = torch.eye(head_dim).repeat(*shape, 1, 1)
         for name in FORMATS:
             tensors[f"{side}.clip.{name}"] = 0.8 + 0.2 * torch.rand(shape)
-    plan = CachePlan(example_facts(num_layers, kl, max_kl, met), tensors)
-    return CachePlan({**plan.facts, "bits": plan.bits}, tensors)
+    facts = example_facts(num_layers, kl, max_kl, met)
+    facts |= {} if config is None else {"model": model_identity(config)}
+    return CachePlan({**facts, "bits": CachePlan(facts, tensors).bits}, tensors)
 
 
 def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -> dict[str, Any]:

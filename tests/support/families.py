@@ -72,12 +72,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "shared_intermediate_size": 64,
     },
-    "falcon_h1": {
-        "mamba_d_ssm": 128,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 32,
-        "mamba_d_state": 8,
-    },
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8},
     "zamba2": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "hybrid"] * 2,

@@ -127,8 +127,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def tiny(kind: str, **changes: Any) -> CachedModel:
-    """A random model with logits of size 1 or so; no token ends its texts."""
+def tiny(kind: str, *, bias: float = 1.0, **changes: Any) -> CachedModel:
+    """A random model with logits of size 1 or so, and biases so large; no token ends its texts."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**(SHAPE | changes))
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -138,7 +138,7 @@ def tiny(kind: str, **changes: Any) -> CachedModel:
             if weight.ndim > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
             elif "bias" in name:
-                weight.normal_()
+                weight.normal_(std=bias)
     return CachedModel(_with_caps(model).eval())
 
 

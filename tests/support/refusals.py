@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -17,3 +17,11 @@ def refused(text: str) -> Iterator[None]:
         yield
     error, _, words = text.partition(": ")
     assert type(caught.value).__name__ == error and words in str(caught.value), caught.value
+
+
+def assert_refused(error: type[Exception], *rows: tuple[Callable[[], object], str]) -> None:
+    """Assert that each of these calls raises this error, in words of its pattern."""
+    for call, words in rows:
+        with pytest.raises(error, match=words):
+            call()
+            pytest.fail(f"taken, not refused: {words}")

@@ -11,12 +11,7 @@ from kvquant.io import atomic as writing
 
 CALLS = ("open", "fsync", "replace", "unlink", "chmod", "scandir")
 # what is saved over what
-PAIRS = [
-    ("cache", "cache"),
-    ("pages", "pages"),
-    ("plan", "plan"),
-    ("raw", "raw"),
-]
+PAIRS = [("cache", "cache"), ("pages", "pages"), ("plan", "plan"), ("raw", "raw")]
 
 
 class _Counted:

@@ -109,14 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "no backend": (ALONE, {}, HIDDEN),
     "no backend beside drafts": ({**ALONE, "speculative_config": DRAFTS}, {}, HIDDEN),
-    **{
-        f"{name} instead": (
-            {**ALONE, "attention_backend": name},
-            {},
-            HIDDEN,
-        )
-        for name in OTHERS
-    },
+    **{f"{name} instead": ({**ALONE, "attention_backend": name}, {}, HIDDEN) for name in OTHERS},
     "latent attention": (ROWS, LATENT, f"{INVALID}.*MLA not supported"),
     "latent attention, no backend": (ALONE, LATENT, HIDDEN),
     "a GPU without kernels": (

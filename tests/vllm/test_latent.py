@@ -13,9 +13,8 @@ from latent_plans import latent_plan
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 from vllm_engines import NGRAM, begun_of, counter, engine, generate, random_prompts
 
-from kvquant import CachePlan, LatentFormat
+from kvquant import LatentFormat
 from kvquant.engine.settings import LatentSettings
-from kvquant.io.model_id import model_identity
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 LATENT, ROPE, TOKENS = 512, 64, 12
@@ -60,11 +59,9 @@ def latent_engine(model: str, rows: dict[str, str], **options: Any) -> Any:
 
 def plan_of(path: Path) -> str:
     """A plan of the model, with a random basis for each layer."""
-    sizes = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE}
-    plan = latent_plan(2, sizes, fmt=("int4-g8", "int8-g4"))
-    layers = plan.facts["layers"]
-    layers[-1] = layers[0]  # none is kept in 16 bit
-    CachePlan({**plan.facts, "model": model_identity(CONFIG.to_dict())}, plan.tensors).save(path)
+    plan = latent_plan(2, CONFIG.to_dict(), fmt=("int4-g8", "int8-g4"))
+    plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
+    plan.save(path)
     return str(path)
 
 

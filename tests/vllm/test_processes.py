@@ -18,7 +18,6 @@ from vllm_texts import Text, as_tokens
 
 from kvquant import CachePlan
 from kvquant.engine.settings import Settings
-from kvquant.io.model_id import model_identity
 
 pytestmark = pytest.mark.filterwarnings("default")
 GENERATE = """
@@ -65,11 +64,10 @@ def test_the_second_model_runner_gives_what_the_same_rows_give(tmp_path: Path) -
 
 def test_two_ranks_have_the_bases_of_their_heads(tmp_path: Path) -> None:
     model = random_model(tmp_path / "model", LlamaConfig(**SIZES))
-    plan = example_plan(2, 2, 64)
+    plan = example_plan(2, 2, 64, config=AutoConfig.from_pretrained(model).to_dict())
     plan.tensors["k.offset"][:] = 0.1 * torch.randn(2, 2, 64)
-    layers, config = plan.facts["layers"], AutoConfig.from_pretrained(model).to_dict()
-    layers[-1] = layers[0]  # none is kept in 16 bit
-    CachePlan({**plan.facts, "model": model_identity(config)}, plan.tensors).save(tmp_path / "plan")
+    plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
+    plan.save(tmp_path / "plan")
     rows = {"plan": str(tmp_path / "plan"), "k_format": "int8", "v_format": "int8"}
     options: dict[str, Any] = {
         "model": model,

@@ -1,18 +1,24 @@
-"""Layers and steps that vLLM's engine would ask for, and that are refused with the reason."""
+"""Layers and steps that vLLM's engine would ask for, and that are refused with the reason; what its
+FlashAttention is given for prompts, and when: a stand-in takes it, without a GPU."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from example_plan import example_plan
 from latent_plans import latent_plan
+from refusals import assert_refused
 from transformers import LlamaConfig
 
 from kvquant import AttentionVariant, CachePlan, KVQuantError
+from kvquant.engine.contract import Lengths
 from kvquant.io.model_id import model_identity
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
@@ -53,9 +59,10 @@ def rows_of(
     return backend._rows_of(name, one, SimpleNamespace(model_config=model), cpu)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_layers_that_rows_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"k_format": "int8", "v_format": "int8"}
+    assert rows_of(monkeypatch, layer(given)).layout.num_kv_heads == 4
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"attn_type": "encoder_only"}, "it is of type encoder_only, and rows serve decoders only"),
         ({"attn_type": "encoder_decoder"}, "it is of type encoder_decoder"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "it attends to the rows of layers.0"),
@@ -63,31 +70,25 @@ def rows_of(
         ({"use_mm_prefix": True}, "it attends to whole images, not to the tokens before"),
         ({"head_size": 32}, "head_dim 32 is"),
         ({"head_size_v": 520}, "head_dim 520 is"),
-    ],
-)
-def test_layers_that_rows_do_not_serve(
-    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = {"k_format": "int8", "v_format": "int8"}
-    assert rows_of(monkeypatch, layer(given)).layout.num_kv_heads == 4
-    with pytest.raises(KVQuantError, match=message):
-        rows_of(monkeypatch, layer(given, **options))
+    ]
+    for options, message in cases:
+        call = partial(rows_of, monkeypatch, layer(given, **options))
+        assert_refused(KVQuantError, (call, message))
 
 
 def test_plans_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, path = example_plan(2, 4, 64), tmp_path / "plan.safetensors"
+    plan, path = example_plan(2, 4, 64, config=CONFIG.to_dict()), tmp_path / "plan.safetensors"
     plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
-    facts = {**plan.facts, "model": model_identity(CONFIG.to_dict())}
-    CachePlan(facts, plan.tensors).save(path)
+    plan.save(path)
     given = {"plan": str(path), "k_format": "int8", "v_format": "int8"}
     assert rows_of(monkeypatch, layer(given)).basis is not None
-    with pytest.raises(KVQuantError, match="the plan was made for a 'llama' model with config"):
-        rows_of(monkeypatch, layer(given), config=OTHER)
-    with pytest.raises(KVQuantError, match="the plan has no layer 2: leave it out, or calibrate"):
-        rows_of(monkeypatch, layer(given), index=2)
-    with pytest.raises(KVQuantError, match="has 3 KV heads on this rank, other layers 4: leave"):
-        rows_of(monkeypatch, layer(given, num_kv_heads=3))
-    draft = layer(given, num_kv_heads=3)
+    draft, rows = layer(given, num_kv_heads=3), partial(rows_of, monkeypatch)
+    assert_refused(
+        KVQuantError,
+        (lambda: rows(layer(given), config=OTHER), "made for a 'llama' model with config"),
+        (lambda: rows(layer(given), index=2), "the plan has no layer 2: leave it out, or cal"),
+        (lambda: rows(draft), "has 3 KV heads on this rank, other layers 4: leave"),
+    )
     draft.impl.is_draft = True  # whose model a plan does not know
     assert rows_of(monkeypatch, draft, index=2, config=OTHER).basis is None
 
@@ -139,30 +140,24 @@ def latent_rows_of(**options: Any) -> Any:
     return latent._rows_of("model.layers.1.self_attn.attn", one, config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "asks for fp8_ds_mla, and rows have formats of their"),
-        ({"decode": 2}, "context parallelism, which rows do not serve"),
-        ({"prefill": 2}, "context parallelism, which rows do not serve"),
-        ({"sliding_window": 128}, "it has a window of 128 tokens"),
-        ({"non_causal_multi_token_decode": True}, "its tokens attend to later ones"),
-        ({"qk_rope_head_dim": 0}, "rope_dim 0 is not supported"),
-        ({"kv_lora_rank": 256}, "fp8 is FlashMLA's layout, of 512 latents"),
-    ],
-)
-def test_layers_that_latent_rows_do_not_serve(options: dict[str, Any], message: str) -> None:
-    assert latent_rows_of().fmt.row_bytes == 656
-    with pytest.raises(KVQuantError, match=message):
-        latent_rows_of(**options)
-
-
-def test_indexers_are_refused() -> None:
+def test_layers_that_latent_rows_do_not_serve() -> None:
     from kvquant.vllm.latent import KVQuantLatentImpl
 
-    for options in ({"indexer": object()}, {"topk_indices_buffer": None}):
-        with pytest.raises(KVQuantError, match="an indexer chooses tokens"):
-            KVQuantLatentImpl(**options)
+    assert latent_rows_of().fmt.row_bytes == 656
+    parallel = "context parallelism, which rows do not serve"
+    fp8 = "asks for fp8_ds_mla, and rows have formats of their"
+    assert_refused(
+        KVQuantError,
+        (lambda: latent_rows_of(kv_cache_dtype="fp8_ds_mla"), fp8),
+        (lambda: latent_rows_of(decode=2), parallel),
+        (lambda: latent_rows_of(prefill=2), parallel),
+        (lambda: latent_rows_of(sliding_window=128), "it has a window of 128 tokens"),
+        (lambda: latent_rows_of(non_causal_multi_token_decode=True), "tokens attend to later ones"),
+        (lambda: latent_rows_of(qk_rope_head_dim=0), "rope_dim 0 is not supported"),
+        (lambda: latent_rows_of(kv_lora_rank=256), "fp8 is FlashMLA's layout, of 512 latents"),
+        (lambda: KVQuantLatentImpl(indexer=object()), "an indexer chooses tokens"),
+        (lambda: KVQuantLatentImpl(topk_indices_buffer=None), "an indexer chooses tokens"),
+    )
 
 
 def test_latent_plans_that_do_not_fit() -> None:
@@ -177,3 +172,95 @@ def test_latent_plans_that_do_not_fit() -> None:
         latent_rows_of(attn_backend=backend, config=OTHER)
     draft = SimpleNamespace(is_draft=True, scale=0.1)
     assert latent_rows_of(attn_backend=backend, impl=draft, config=OTHER).basis is None
+
+
+HEADS, DIM = 4, 64
+PLAIN = {"alibi_slopes": None, "sinks": None, "soft_cap": None, "sliding_window": None}
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a window and a soft cap": {"sliding_window": 20, "soft_cap": 3.0},
+    "sink logits": {"sinks": torch.linspace(-1, 2, HEADS)},
+}
+
+
+class Stand:
+    """In place of vLLM's module: takes notes."""
+
+    def __init__(self, version: int | None) -> None:
+        self.version, self.asked, self.given = version, dict[str, Any](), dict[str, Any]()
+
+    def get_flash_attn_version(self, **asked: Any) -> int | None:
+        self.asked = asked
+        return self.version
+
+    def flash_attn_varlen_func(self, *heads: torch.Tensor, **given: Any) -> None:
+        self.given = {**dict(zip("qkv", heads, strict=True)), **given}
+
+
+def causal_of(
+    monkeypatch: pytest.MonkeyPatch, stand: Any, device: str = "cuda", **layer: Any
+) -> Any:
+    from kvquant.vllm import flash
+
+    name = "vllm.v1.attention.backends.fa_utils"
+    monkeypatch.setitem(sys.modules, name, stand)
+    flash._tell.cache_clear()
+    impl = SimpleNamespace(**{**PLAIN, "head_size": DIM, "scale": 0.11, **layer})
+    return flash.causal_attention_of(impl, impl.head_size, torch.device(device))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_flash_attention_is_given_the_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand, layer = Stand(3), LAYERS[name]
+    causal = causal_of(monkeypatch, stand, **layer)
+    assert stand.asked == {
+        "requires_alibi": False,
+        "head_size": DIM,
+        "has_sinks": "sinks" in layer,
+        "requires_softcap": "soft_cap" in layer,
+    }
+    q, k, v, out = (torch.zeros(count) for count in range(4))
+    lengths = Lengths((30, 7), (30, 50), torch.tensor([0, 30, 37]), torch.tensor([0, 30, 80]))
+    causal(q, k, v, lengths, out)
+    wanted = {
+        **{"q": q, "k": k, "v": v, "out": out},
+        "cu_seqlens_q": lengths.query_starts,
+        "max_seqlen_q": 30,
+        "cu_seqlens_k": lengths.key_starts,
+        "max_seqlen_k": 50,
+        "softmax_scale": 0.11,
+        "causal": True,
+        "window_size": [19, 0] if "sliding_window" in layer else None,  # before a token; after it
+        "softcap": layer.get("soft_cap", 0.0),
+        "alibi_slopes": None,
+        "fa_version": 3,
+        "s_aux": layer.get("sinks"),
+    }
+    assert stand.given.keys() == wanted.keys()
+    for key, one in wanted.items():
+        assert one is stand.given[key] or one == stand.given[key], key
+
+
+def test_the_log_says_what_prompts_attend_by(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    without = "by torch's kernels: vLLM's FlashAttention for some layers is"
+    cases: list[tuple[int | None, dict[str, Any], str]] = [
+        *((n, {}, f"prompts attend by FlashAttention {n} of vLLM") for n in (3, 2)),
+        (2, LAYERS["sink logits"], f"{without} 2"),
+        *((n, {}, f"{without} {n}") for n in (4, None)),
+    ]
+    for version, layer, told in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "vllm"), monkeypatch.context() as patch:
+            is_theirs = causal_of(patch, Stand(version), **layer) is not None
+        assert is_theirs == ("of vLLM" in told)
+        lines = [record.getMessage() for record in caplog.records]  # vLLM logs other things, too
+        (line,) = {line for line in lines if "kvquant: prompts attend" in line}
+        assert told in line
+
+
+def test_torch_serves_where_vllm_has_no_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert causal_of(monkeypatch, ModuleType("without")) is None
+    assert causal_of(monkeypatch, Stand(3), "cpu") is None

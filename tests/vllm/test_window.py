@@ -58,21 +58,22 @@ def _moved(found: Sequence[Text], wanted: Sequence[Text]) -> float:
     return sum(moves) / len(moves)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"kv_transfer_config": object()}, "a connector"),
-        ({"parallel_config": SimpleNamespace(use_ubatching=True)}, "--enable-dbo"),
-    ],
-)
-def test_where_tokens_cannot_be_in_16_bit(changes: dict[str, Any], words: str) -> None:
+def test_where_tokens_cannot_be_in_16_bit() -> None:
     from kvquant.vllm.backend import _without_window
 
-    given = {"kv_transfer_config": None, "parallel_config": SimpleNamespace(use_ubatching=False)}
-    plain: Any = SimpleNamespace(**given)
-    assert _without_window(plain) is None
-    refused = _without_window(SimpleNamespace(**given | changes))
-    layout = Settings(None, None).layout(2, 64, 64)
-    with pytest.raises(ConfigError, match=rf'"recent_len" is 64, and .*{words}.*: leave it out'):
-        Settings.parse({"recent_len": 64}).window_len(layout, refused)
-    assert Settings.parse({}).window_len(layout, refused) == 0
+    def why(connector: Any, ubatching: bool) -> str | None:
+        parallel = SimpleNamespace(use_ubatching=ubatching)
+        one: Any = SimpleNamespace(kv_transfer_config=connector, parallel_config=parallel)
+        return _without_window(one)
+
+    assert why(None, False) is None
+    layout, asked = Settings(None, None).layout(2, 64, 64), Settings.parse({"recent_len": 64})
+    for refused, words in (
+        (why(object(), False), "a connector"),
+        (why(None, True), "--enable-dbo"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf'"recent_len" is 64, and .*{words}.*: leave it out'
+        ):
+            asked.window_len(layout, refused)
+        assert Settings.parse({}).window_len(layout, refused) == 0
