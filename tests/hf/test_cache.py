@@ -657,3 +657,24 @@ def test_the_bundled_model_loads_and_knows_its_text(capfd: pytest.CaptureFixture
     assert model.config_dict["model_type"] == "llama"
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""  # no progress bars, no advice
+
+
+def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
+    cache = model.new_cache(2, 40, **FP16)
+    model.prefill(cache, tokens(2, 20))
+    view = QuantizedCache(cache, max_seq_len=40)
+    assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
+    before = cache.dequantized(1)[0]
+    view.crop(-5)
+    assert cache.seq_lens.tolist() == [15, 15]
+    view.crop(0)
+    with pytest.raises(ConfigError, match=r"crop\(15\) is not possible, as in transformers"):
+        view.crop(15)
+    assert cache.seq_lens.tolist() == [15, 15]
+    view.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
+    view.crop(-16)
+    assert cache.seq_lens.tolist() == [0, 0]
+    model.prefill(cache, tokens(2, 20))
+    view.reset()
+    assert view.get_seq_length() == 0
