@@ -56,7 +56,7 @@ from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
-from .entries import OURS, PLUGIN
+from .entries import OURS, PLUGIN, asked_of
 from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
@@ -345,9 +345,7 @@ def calls_of(
 def check_request(held: Request, vllm_config: VllmConfig) -> None:
     """Raise ConfigError unless a backend is of the engine with this config."""
     # vLLM remembers backends without their config: a second engine in a process gets the first's.
-    config: object = vllm_config.additional_config
-    is_asked = isinstance(config, dict) and "kvquant" in config
-    asked = request_of(vllm_config) if is_asked else None
+    asked = None if asked_of(vllm_config) is None else request_of(vllm_config)
     if asked != held:
         told = "no rows of kvquant" if asked is None else f'"kvquant": {shown(asked.given)}'
         if asked is not None and asked.given == held.given:
@@ -480,7 +478,7 @@ def begin_to_compile(vllm_config: VllmConfig, impl: Any) -> None:
 
 def request_of(vllm_config: VllmConfig) -> Request:
     """What an engine asks for."""
-    given, model = vllm_config.additional_config["kvquant"], vllm_config.model_config
+    given, model = asked_of(vllm_config), vllm_config.model_config
     return Request.of(given if model is None else with_kept_plan(given, model.model))
 
 

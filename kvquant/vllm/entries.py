@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # vLLM's CPU platform knows CPU_ATTN and those for latent attention
 LATENT = ("CPU_MLA", "AMX_MLA")
 OURS = ("CUSTOM", "CPU_ATTN", *LATENT)
 PLUGIN = f"{__package__}.plugin"  # the module whose attributes they are
+
+
+def asked_of(config: Any) -> Any:
+    """What a VllmConfig says of kvquant's rows: "kvquant" in additional_config, {} for the backend
+    CUSTOM without it, and None if neither is there."""
+    given, attention = config.additional_config, config.attention_config
+    if isinstance(given, dict) and "kvquant" in given:
+        return given["kvquant"]
+    chosen = [attention.backend, *attention.backend_per_kind.values()]
+    return {} if any(entry is not None and entry.name == OURS[0] for entry in chosen) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..engine.hooks import check_version, hook
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
-from .entries import LATENT, OURS
+from .entries import LATENT, OURS, asked_of
 
 # Models whose K and V differ in head_dim (MiMo-V2) take one of these, whatever is asked for.
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
@@ -50,8 +50,8 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     """The backend of an entry, for the engine whose config is current.
 
     Raises:
-        ConfigError: --attention-backend CUSTOM without rows, or rows without it; or a key of
-            additional_config is misspelt or misplaced.
+        ConfigError: rows without --attention-backend CUSTOM, or CUSTOM in an engine that does not
+            ask for it; or a key of additional_config is misspelt or misplaced.
         UnsupportedError: rows, with an untried version of vLLM, or with a model that has sparse
             attention or chooses its own backend.
     """
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     given: Any = None if config is None else config.additional_config
     if isinstance(given, dict):
         _check_keys(given)
-    if isinstance(given, dict) and "kvquant" in given:
+    if config is not None and asked_of(config) is not None:
         check_version("vllm")
         from .backend import KVQuantBackend, backend_of, is_draft, request_of
 
@@ -79,8 +79,8 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
             _check_choice(name, config.attention_config)
     if name == "CUSTOM":
         raise ConfigError(
-            "--attention-backend CUSTOM is kvquant's, which lacks its rows: give "
-            f"--additional-config '{EXAMPLE}', or '{OF_LATENTS}' for a model with latent attention"
+            "the backend CUSTOM is kvquant's, for which this engine does not ask: give "
+            f"--attention-backend CUSTOM or --additional-config '{EXAMPLE}'"
         )
     return resolve_obj_by_qualname(_entries()[name].value)
 

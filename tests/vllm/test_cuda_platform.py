@@ -73,6 +73,7 @@ FIRST = {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}  # vLLM's first model runner
 OURS = "kvquant.vllm.plugin.CUSTOM"
 CHOSEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "int4": (ROWS, {}, INT4),
+    "no settings": (CUSTOM, {}, {}),
     "other rows in the same process": (INT8, {}, {"k_format": "int8", "v_format": "int8"}),
     "a sliding window": (ROWS, {"has_sliding_window": True}, INT4),
     "sink logits": (ROWS, {"has_sink": True}, INT4),
@@ -96,7 +97,6 @@ LATENT = {"use_mla": True, "head_size": 576}
 HIDDEN = r"rows of kvquant, and \w+ would hold 16-bit ones: give --attention-backend CUSTOM"
 INVALID = "CUSTOM is not valid for this configuration"  # vLLM's own words
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no rows": (CUSTOM, {}, "ConfigError: --attention-backend CUSTOM is kvquant's, which lacks"),
     "a format that does not exist": (
         {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int5"}}},
         {},

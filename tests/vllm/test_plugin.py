@@ -43,13 +43,33 @@ def test_the_plugin_does_nothing_until_it_is_asked() -> None:
 
     plugin.register()
     assert entry("CPU_ATTN").get_class() is CPUAttentionBackend
-    with pytest.raises(ConfigError, match="give --additional-config"):
+    with pytest.raises(ConfigError, match="give --attention-backend CUSTOM or --additional-config"):
         entry("CUSTOM").get_class()
     with (
         current(additional_config={"kvquant": {"k_format": "int5"}}),
         pytest.raises(ConfigError, match="format 'int5' does not exist"),
     ):
         entry("CPU_ATTN").get_class()
+
+
+def test_the_backend_alone_takes_the_default_rows() -> None:
+    from vllm.config import AttentionConfig
+
+    from kvquant.vllm.backend import check_request
+
+    asked = AttentionConfig(backend=entry("CUSTOM"))
+    for options in ({"additional_config": {}}, {"additional_config": {"another": {"k_format": 1}}}):
+        with current(attention_config=asked, **options) as config:
+            for name in ("CUSTOM", "CPU_ATTN"):
+                found = entry(name).get_class()
+                assert str(found.settings) == "K rows default, V rows default"
+            check_request(found.request, config)
+    with current(attention_config=asked, additional_config={"kvquant": INT4}) as config:
+        assert "int4-g4" in str(entry("CUSTOM").get_class().settings)
+        with pytest.raises(ConfigError, match="holds the backend of an earlier engine"):
+            check_request(found.request, config)
+    with current() as config, pytest.raises(ConfigError, match="asks for no rows of kvquant"):
+        check_request(found.request, config)
 
 
 def test_settings_that_are_misspelt_or_misplaced_are_refused() -> None:
