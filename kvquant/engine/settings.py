@@ -223,6 +223,8 @@ def with_kept_plan(given: Any, source: str) -> Any:
         return given
     if formats := given.keys() - {"plan", "prompts", "recent_len"}:
         raise ConfigError(f"{', '.join(sorted(formats))} with plan 'auto': a plan says the formats")
+    # a wrong setting raises here, and not after the minutes that a plan takes
+    Settings.parse({name: given[name] for name in given.keys() - {"plan"}}, "the settings")
     return {**given, "plan": _kept_plan(source)}
 
 
@@ -250,13 +252,19 @@ def _kept_plan(source: str) -> str:
 
 def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
     """Make and keep a model's plan, in a process that frees its memory when it ends."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    command = [sys.executable, "-m", "kvquant", "calibrate", source, "--device", device]
-    log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
     alone = {name: value for name, value in os.environ.items() if name not in ranks}
-    code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode
-    plan = stored_plan(identity)
+    plan, code, devices = None, 0, ["cpu"]
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        devices.insert(0, f"cuda:{index}")
+    for device in devices:  # the CPU, too, if the GPU has no room for the model
+        command = [sys.executable, "-m", "kvquant", "calibrate", source, "--device", device]
+        log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
+        code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode
+        plan = stored_plan(identity)
+        if plan is not None:
+            break
     if plan is None:
         raise ConfigError(
             f'"plan" is "auto", no plan of {source} is kept, and `kvquant calibrate {source}` made '

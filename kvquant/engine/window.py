@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ..errors import ShapeError
 from ..ops.append import append_rows
 from ..ops.rows_at import dequantize_pages
 from ..ops.slots import advance_window
@@ -168,7 +169,8 @@ class Window:
         batch, width = len(counts), block_table.shape[1]
         starts = np.zeros(batch + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
-        given = block_table[:batch], seq_lens, self._sent(torch.from_numpy(starts))
+        self._check(batch, block_table, int(starts[-1]))
+        given = block_table[:batch].int(), seq_lens.int(), self._sent(torch.from_numpy(starts))
         found: tuple[Refill | None, dict[int, Seen]] = None, {}
         # one kernel in place of some 120, but for steps that read a prompt
         if pasts or not advance_window(*given, self._state, self._sizes):
@@ -178,6 +180,18 @@ class Window:
             self._table[:batch, :width], packed_lens, exact_lens, firsts, seq_slots, *found
         )
         return self.step
+
+    def _check(self, batch: int, block_table: torch.Tensor, tokens: int) -> None:
+        """Raise ShapeError unless a step has room: kernels do not look."""
+        given = batch, block_table.shape[1], tokens
+        room = *self._table.shape, len(self._exact)
+        if any(one > most for one, most in zip(given, room, strict=True)):
+            raise ShapeError(
+                f"a step has {batch} sequences, {given[1]} pages and {tokens} tokens: tokens in 16 "
+                f'bit have room for {room[0]}, {room[1]} and {room[2]}. Leave "recent_len" out'
+            )
+        if block_table.stride(1) != 1:
+            raise ShapeError("block_table's pages of a sequence are apart: give a contiguous table")
 
     def _sent(self, numbers: torch.Tensor) -> torch.Tensor:
         """The numbers on the device. The host does not wait: from pinned memory it need not."""

@@ -16,6 +16,7 @@ import torch
 
 from .. import debug
 from ..errors import ShapeError
+from ..rehearsal import is_rehearsed
 from ..rows.arguments import INTEGERS, MAX_LENGTH, check_readable, check_size, check_tensor
 from ..rows.slots import Slots, SlotsCall, Split, reference_slots
 from .dispatch import WRONG_TYPES, kernels_for, torch_op
@@ -317,9 +318,9 @@ def advance_window(
     """Advance the slots of an engine's window (kvquant/engine/window.py) in one kernel, on CUDA.
 
     Returns:
-        False on other devices, for which there is no kernel: nothing has changed.
+        False where there is no kernel for it: nothing has changed.
     """
-    if kernels_for(seq_lens, None) != "cuda":
+    if seq_lens.device.type != "cuda" and not is_rehearsed(seq_lens):
         return False
     from ..kernels.cuda.slots.window_launch import advance
 

@@ -81,7 +81,8 @@ def windows_of(
     )
     if not size:
         return [None for _ in parts]
-    num_seqs = runner.req_to_token_pool.size
+    # SGLang may pad a batch to a multiple of the ranks that share attention
+    num_seqs = -(-runner.req_to_token_pool.size // schedule.tp_size) * schedule.tp_size
     slots = slots_for(num_seqs, size, device)
     most = max(schedule.chunked_prefill_size or 0, schedule.max_prefill_tokens)
     if (schedule.chunked_prefill_size or 0) <= 0:  # then any prompt is read in one step

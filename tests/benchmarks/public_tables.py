@@ -231,7 +231,8 @@ def served(rows: Sequence[Row]) -> list[list[str]]:
         for place in PLACES:
             one = found[place].get(engine)
             right = f"{one.given:.1%}" if one else "-"
-            told = f"{one.lost} / {one.won} of {one.answers}: {at_most(one):.1f}" if one else "-"
+            bound = f"{max(at_most(one), 0):.1f}" if one else ""
+            told = f"{one.lost} / {one.won} of {one.answers}: {bound}" if one else "-"
             cells += [right, told]
         lines.append(cells)
     return lines

@@ -193,20 +193,44 @@ def test_an_engine_takes_what_is_kept(
     with pytest.raises(ConfigError, match=r"`kvquant calibrate .*llama-demo-5m` made none .*us 1,"):
         with_kept_plan(given, str(MODEL))
     assert with_kept_plan(given, str(MODEL)) and len(made) == 1
-    assert commands == 2 * [["-m", "kvquant", "calibrate", str(MODEL)]]
+    assert commands == 2 * [["-m", "kvquant", "calibrate", str(MODEL), "--device", "cpu"]]
     found = with_kept_plan(given, str(MODEL))
     assert given == {"plan": "auto"}  # a second engine of this process asks again
     assert found == {"plan": str(place_of(model_identity(model.config_dict)))}
     assert Settings.parse(found).k_format == "int4"
     for other in ({"plan": None}, {"k_format": "int8"}, "words"):
         assert with_kept_plan(other, "nowhere") == other
-    with pytest.raises(ConfigError, match="k_format with plan 'auto'"):
-        with_kept_plan(given | {"k_format": "int8"}, str(MODEL))
+    assert with_kept_plan(given | {"recent_len": 128}, str(MODEL)) == found | {"recent_len": 128}
+    for more, message in (
+        ({"k_format": "int8"}, "k_format with plan 'auto'"),
+        ({"recent_len": 128, "prompts": "rows"}, "leave one of them out"),
+        ({"recent_len": -1}, "recent_len -1 is not possible"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            with_kept_plan(given | more, "nowhere")  # no model is read
     assert Settings.parse({"plan": False}).plan is None
     monkeypatch.setattr(plan_store, "RUINED", 0.0)  # without 16-bit rows
     _kept_plan.cache_clear()
     with pytest.raises(ConfigError, match=r"costs a KL of .*leave \"plan\" out"):
         with_kept_plan(given, str(MODEL))
+
+
+def test_the_cpu_makes_a_plan_where_the_gpu_has_no_room(
+    model: CachedModel, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = []
+
+    def run(command: list[str], **others: Any) -> Any:
+        devices.append(command[-1])
+        if devices[-1] == "cpu":
+            auto.auto_plan(model)
+        return SimpleNamespace(returncode=int(devices[-1] != "cpu"))
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr(auto, "locked", lambda path: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _kept_plan.cache_clear()
+    assert with_kept_plan({"plan": "auto"}, str(MODEL)) and devices == ["cuda:0", "cpu"]
 
 
 def test_an_engine_without_a_place_for_a_plan_starts_nothing(

@@ -10,7 +10,7 @@ import torch
 from engine_pages import exact
 from relative_l2 import relative_l2
 
-from kvquant import AttentionVariant, Basis, dequantize_pages
+from kvquant import AttentionVariant, Basis, ShapeError, dequantize_pages
 from kvquant.engine.contract import LayerRows, NewTokens
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import FEW, append, attend, describe_step
@@ -236,6 +236,20 @@ def test_without_a_slot_sequences_attend_to_packed_rows() -> None:
     engine.stop(both[0])
     engine.step(both[1:], [1, 1])
     assert set(kinds(engine, 1, both[2])) == {"packed"}
+
+
+@pytest.mark.parametrize(
+    ("batch", "pages", "tokens"), [(9, WIDTH, 9), (8, WIDTH + 1, 8), (8, WIDTH, 513)]
+)
+def test_a_step_without_room_is_refused(batch: int, pages: int, tokens: int) -> None:
+    window = Engine(64, 3).window
+    counts = [tokens - batch + 1, *[1] * (batch - 1)]
+    table, lens = torch.zeros(batch, pages, dtype=torch.int32), torch.tensor(counts).int()
+    with pytest.raises(ShapeError, match=f"{batch} sequences, {pages} pages and {tokens} tokens"):
+        window.begin(table, lens, counts, {})
+    with pytest.raises(ShapeError, match="give a contiguous table"):
+        window.begin(table[:2, :8:2], lens[:2], [1, 1], {})
+    assert int(window._now) == 0
 
 
 @pytest.mark.parametrize("seed", range(12))

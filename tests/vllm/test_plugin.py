@@ -58,7 +58,11 @@ def test_the_backend_alone_takes_the_default_rows() -> None:
     from kvquant.vllm.backend import check_request
 
     asked = AttentionConfig(backend=entry("CUSTOM"))
-    for options in ({"additional_config": {}}, {"additional_config": {"another": {"k_format": 1}}}):
+    cases: list[dict[str, Any]] = [
+        {"additional_config": {}},
+        {"additional_config": {"another": {"k_format": 1}}},
+    ]
+    for options in cases:
         with current(attention_config=asked, **options) as config:
             for name in ("CUSTOM", "CPU_ATTN"):
                 found = entry(name).get_class()

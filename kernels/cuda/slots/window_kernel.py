@@ -12,7 +12,6 @@ from ..device.ptx import (
     atomic_min,
     load_written_u32,
     load_written_u64,
-    store_global_u32,
 )
 from .kernel import length_at, set_length, set_slot
 
@@ -44,7 +43,8 @@ def make_window_kernel(spec):
             past = length_at(seq_lens, i) - new
             for j in range(new):
                 page = length_at(row, (past + int32(j)) // page_size)
-                set_slot(page_steps, page, now)
+                if page >= int32(0):
+                    set_slot(page_steps, page, now)
         cuda.syncthreads()
 
         # Step 2: find the slot that each sequence had, and who may keep it
@@ -102,7 +102,9 @@ def make_window_kernel(spec):
                     if has and (is_first or new - int32(j) <= ring_len):
                         place = slot * int64(page_size + ring_len) + int64(kept)
                     set_slot(exact, start + int32(j), place)
-                    set_slot(page_tickets, length_at(row, position // page_size), ticket)
+                    page = length_at(row, position // page_size)
+                    if page >= int32(0):
+                        set_slot(page_tickets, page, ticket)
                 packed = max(length - page_size - recent_len, int32(0)) if has else length
             set_length(counts, i, packed)
             set_length(counts, places + i, length - packed)
@@ -115,15 +117,13 @@ def make_window_kernel(spec):
         cuda.syncthreads()
 
         # Step 4: tables of packed rows, without the first page of sequences that have a slot
-        for i in range(thread, batch * width, THREADS):
-            sequence = i // width
-            column = i - sequence * width
-            row = block_table + uint64(table_bytes) * uint64(sequence)
-            if number_at(found, sequence) != int64(0):
-                column = (column + int32(1)) % width
-            at = sequence * max_pages + i % width
-            store_global_u32(table + uint64(4) * uint64(at), load_written_u32(
-                row + uint64(4) * uint64(column)))
+        for i in range(thread // int32(32), batch, THREADS // 32):  # a warp a sequence
+            skipped = int32(number_at(found, i))
+            filled = (length_at(seq_lens, i) + page_size - int32(1)) // page_size
+            to = table + uint64(4) * uint64(int64(i) * int64(max_pages))
+            row = block_table + uint64(table_bytes) * uint64(i)
+            for column in range(thread % int32(32), min(filled, width) - skipped, 32):
+                set_length(to, column, length_at(row, int32(column) + skipped))
         for i in range(thread, num_slots, THREADS):
             set_length(best, i, LARGEST)
         if thread == int32(0):

@@ -19,7 +19,7 @@ if SIMULATED:
 
 pytestmark = pytest.mark.extra("cuda")
 PAGE, RECENT, SLOTS, PLACES, WIDTH = 4, 6, 5, 7, 8
-SCRATCH = 8, 9  # places among the tensors of a window's state
+SCRATCH, TABLE = (8, 9), 11  # places among the tensors of a window's state
 
 
 class Sequence:
@@ -70,17 +70,25 @@ def compare(seed: int, device: str = "cpu") -> int:
             running.remove(one)
             others = {page for other in running for page in other.pages}
             free += [page for page in one.pages if page not in others]
-        counts = [rng.randrange(2 + rollback) for _ in running]
-        given = step_of(window, running, counts, rng.random() < 0.5)
+        # places of a graph that no sequence has
+        idle = [Sequence([rng.choice([-1, 0])] * (WIDTH - 1), 0)] * (PLACES - len(running))
+        batch = running + idle[: rng.randrange(4)]
+        counts = [rng.randrange(2 + rollback) for _ in running] + [0] * (len(batch) - len(running))
+        given = step_of(window, batch, counts, rng.random() < 0.5)
         expected = deepcopy(window)
         expected._advance(*given, sum(counts), {})
+        has_slot = expected._counts[1, : len(batch)] > 0
+        filled = ((given[1] + PAGE - 1) // PAGE - has_slot.int()).tolist()
         on_gpu = nullcontext() if device == "cuda" else None
         with on_gpu or simulated(*given, *window._state, backwards=bool(seed % 3)):
             advance(*given, window._state, window._sizes)
         kept += int((window._counts[3] > 0).sum())
         for i, (ours, theirs) in enumerate(zip(window._state, expected._state, strict=True)):
             used = slice(-1) if i in (3, 4, 5, 6, 7) else slice(None)  # see Window.__init__
-            if i not in SCRATCH:
+            if i == TABLE:
+                for row, other, count in zip(ours, theirs, filled, strict=False):
+                    assert torch.equal(row[:count], other[:count]), (seed, ours, theirs)
+            elif i not in SCRATCH:
                 assert torch.equal(ours[used], theirs[used]), (seed, i, ours, theirs)
         assert (window._state[SCRATCH[1]] == -1).all(), "the next step finds no rank"
     return kept
