@@ -17,6 +17,7 @@ import torch
 
 from ..cache.checks import check_no_feedback
 from ..errors import (
+    AccuracyError,
     CheckpointError,
     ConfigError,
     KVQuantError,
@@ -33,12 +34,12 @@ from ..rows.basis import LayerBasis
 from ..rows.defaults import DEFAULT, default_format
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
-from ..rows.probe import FEW_BITS, WARNED, loss_of
+from ..rows.probe import FEW_BITS, REFUSED, WARNED, loss_of
 from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
 Rows = TypeVar("Rows")
-KEYS = ("k_format", "v_format", "plan", "prompts", "recent_len")
+KEYS = ("k_format", "v_format", "plan", "prompts", "recent_len", "accept_loss")
 LATENT_KEYS = ("format", "plan", "prompts")
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
 
@@ -54,6 +55,7 @@ class Settings:
             bit.
         recent_len: last tokens of a sequence to keep in 16 bit, beside its first page; 0 for none
             of either.
+        accept_loss: whether K rows that ruin the model's texts are served all the same.
     """
 
     k_format: str | None
@@ -61,6 +63,7 @@ class Settings:
     plan: CachePlan | None = None
     prompts_from_rows: bool = False
     recent_len: int = 0
+    accept_loss: bool = False
 
     @classmethod
     def parse(cls, given: Any, name: str = "settings") -> Settings:
@@ -68,8 +71,8 @@ class Settings:
 
         Args:
             given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file),
-                "prompts" (one of PROMPTS) and "recent_len". Formats left out are the default, or
-                those that all layers of the plan have.
+                "prompts" (one of PROMPTS), "recent_len" and "accept_loss". Formats left out are the
+                default, or those that all layers of the plan have.
             name: what errors call it.
 
         Raises:
@@ -98,7 +101,10 @@ class Settings:
                 f'"recent_len" is {recent_len} beside "prompts": "rows", which attend to rows '
                 'alone: leave one of them out, or give "recent_len": 0'
             )
-        return cls(k_format, v_format, plan, from_rows, recent_len)
+        accept_loss = given.get("accept_loss", False)
+        if type(accept_loss) is not bool:
+            raise ConfigError(f'"accept_loss" is {shown(accept_loss)}: give true or false')
+        return cls(k_format, v_format, plan, from_rows, recent_len, accept_loss)
 
     def __str__(self) -> str:
         return f"K rows {self.k_format or DEFAULT}, V rows {self.v_format or DEFAULT}"
@@ -221,7 +227,7 @@ def with_kept_plan(given: Any, source: str) -> Any:
     """
     if not isinstance(given, dict) or given.get("plan") != AUTO:
         return given
-    if formats := given.keys() - {"plan", "prompts", "recent_len"}:
+    if formats := given.keys() - {"plan", "prompts", "recent_len", "accept_loss"}:
         raise ConfigError(f"{', '.join(sorted(formats))} with plan 'auto': a plan says the formats")
     # a wrong setting raises here, and not after the minutes that a plan takes
     Settings.parse({name: given[name] for name in given.keys() - {"plan"}}, "the settings")
@@ -359,12 +365,13 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
     """Log once which rows an engine has for the model in a folder.
 
-    It warns of K rows that the model's kept probe refuses, of rows of 2 bits, and of a plan that
-    misses its KL limit. It raises CheckpointError if the plan was made for other weights.
+    It warns of K rows of which the model's kept probe expects a loss, of rows of 2 bits, and of a
+    plan that misses its KL limit. It raises AccuracyError if these K rows ruin the model's texts,
+    and CheckpointError if the plan was made for other weights.
     """
     log.info("kvquant: %s", settings)
     if isinstance(settings, Settings) and settings.plan is None and settings.k_format:
-        _tell_accuracy(settings.k_format, model)
+        _tell_accuracy(settings.k_format, model, settings.accept_loss)
     if "int2" in str(settings) and not getattr(settings, "recent_len", 0):
         log.warning(
             "kvquant: rows of 2 bits change what a model predicts unless its first and last tokens "
@@ -403,8 +410,9 @@ def _check_weights(plan: CachePlan, model: str) -> None:
         )
 
 
-def _tell_accuracy(k_format: str, model: str) -> None:
-    """Warn of K rows of few bits by the figure that the store has kept for the model."""
+def _tell_accuracy(k_format: str, model: str, accept_loss: bool) -> None:
+    """Warn of K rows of few bits, or refuse them, by the figure that the store has kept for the
+    model."""
     if RowFormat.parse(k_format, 128).bits > FEW_BITS:
         return
     from ..hf.models.probe import kept_figure
@@ -418,8 +426,11 @@ def _tell_accuracy(k_format: str, model: str) -> None:
             "k_format=%r), which keeps one and raises if texts are ruined. Or %s",
             *(k_format, model, k_format, ways),
         )
-    elif figure >= WARNED:
-        log.warning(
-            "kvquant: K rows of %s without a plan, in this model, %s. To keep the answers, %s",
-            *(k_format, loss_of(figure), ways),
+        return
+    found = f"K rows of {k_format} without a plan, in this model, {loss_of(figure)}"
+    if figure >= REFUSED and not accept_loss:
+        raise AccuracyError(
+            f'{found}. To keep the answers, {ways}. "accept_loss": true serves them all the same'
         )
+    if figure >= WARNED:
+        log.warning("kvquant: %s. To keep the answers, %s", found, ways)

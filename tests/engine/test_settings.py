@@ -90,6 +90,7 @@ PROMPTS = "'8-bit': it may be one of ('16-bit', 'rows')"
         (Settings, {"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
         (Settings, {"k_format": "int8", "prompts": "8-bit"}, PROMPTS),
         (Settings, {"recent_len": -1}, "recent_len -1 is not possible"),
+        (Settings, {"accept_loss": 1}, '"accept_loss" is 1: give true or false'),
         (Settings, {"recent_len": 8, "prompts": "rows"}, "leave one of them out"),
         (LatentSettings, None, "the config, for a model with latent attention, is None: give a"),
         (LatentSettings, {"k_format": "int8"}, "give a dict with format, plan, prompts"),

@@ -197,8 +197,15 @@ def test_engines_warn_by_the_kept_figure(
             except AccuracyError:
                 assert figure >= REFUSED
     caplog.clear()
+    ruins = figure == 2 * REFUSED
     for k_format in ("int4-g4", "int4-g4", "int8"):
-        tell_settings(Settings(k_format, "int4-g4"), str(tmp_path / "model"))
+        given = {"k_format": k_format, "v_format": "int4-g4", "accept_loss": ruins}
+        tell_settings(Settings.parse(given), str(tmp_path / "model"))
+        if ruins and k_format == "int4-g4":
+            with pytest.raises(AccuracyError, match=r'0\.24.*"accept_loss": true'):
+                tell_settings(
+                    Settings.parse(given | {"accept_loss": False}), str(tmp_path / "model")
+                )
     told = " ".join(warnings(caplog))
     assert ("no probe of this model is kept" in told) == (figure is None)
     assert ("Expect a loss" in told) == (figure == 2 * WARNED)
