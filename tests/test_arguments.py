@@ -35,6 +35,7 @@ from kvquant import (
     slots_of,
 )
 from kvquant.errors import ConfigError, KVQuantError, ShapeError
+from kvquant.rows.arguments import check_size
 from kvquant.rows.basis import Basis
 from kvquant.rows.segment import Segment
 
@@ -105,6 +106,13 @@ def test_what_is_no_tensor_is_told() -> None:
         (lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),
         (lambda: merge(states), r"a state is a list .* a list as"),
     )
+
+
+def test_lengths_are_those_of_int32() -> None:
+    most = torch.iinfo(torch.int32).max
+    assert check_size("length", most) == most
+    with pytest.raises(ConfigError, match=f"{most + 1} is not possible.* to {most}"):
+        check_size("length", most + 1)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
