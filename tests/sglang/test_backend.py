@@ -145,6 +145,7 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
         ),
         server_args=SimpleNamespace(
             chunked_prefill_size=64,
+            tp_size=1,
             max_prefill_tokens=128,
             trust_remote_code=False,
             enable_hierarchical_cache=False,
