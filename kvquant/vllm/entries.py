@@ -13,8 +13,13 @@ PLUGIN = f"{__package__}.plugin"  # the module whose attributes they are
 def asked_of(config: Any) -> Any:
     """What a VllmConfig says of kvquant's rows: "kvquant" in additional_config, {} for the backend
     CUSTOM without it, and None if neither is there."""
-    given, attention = config.additional_config, config.attention_config
+    given = config.additional_config
     if isinstance(given, dict) and "kvquant" in given:
         return given["kvquant"]
+    return {} if chooses_custom(config.attention_config) else None
+
+
+def chooses_custom(attention: Any) -> bool:
+    """Whether an AttentionConfig names the backend CUSTOM, for all layers or a kind of them."""
     chosen = [attention.backend, *attention.backend_per_kind.values()]
-    return {} if any(entry is not None and entry.name == OURS[0] for entry in chosen) else None
+    return any(entry is not None and entry.name == OURS[0] for entry in chosen)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..engine.hooks import check_version, hook
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
-from .entries import LATENT, OURS, asked_of
+from .entries import LATENT, OURS, asked_of, chooses_custom
 
 # Models whose K and V differ in head_dim (MiMo-V2) take one of these, whatever is asked for.
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
@@ -117,8 +117,7 @@ def _check_choice(name: str, attention: Any) -> None:
             "--additional-config asks for rows of kvquant, and this model takes the backend "
             f'{name}, whatever is asked for, which holds 16-bit ones: leave "kvquant" out'
         )
-    asked = [attention.backend, *attention.backend_per_kind.values()]
-    if "CUSTOM" not in [entry.name for entry in asked if entry is not None]:
+    if not chooses_custom(attention):
         raise ConfigError(
             f"--additional-config asks for rows of kvquant, and {name} would hold 16-bit ones: "
             'give --attention-backend CUSTOM, or leave "kvquant" out'

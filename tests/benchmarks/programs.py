@@ -6,6 +6,8 @@ and files. It passes if the tests reach their end: then the last line printed is
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import secrets
@@ -13,9 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,19 @@ def program_of(text: str, problem: Mapping[str, str]) -> str:
     if f"def {problem['entry_point']}" not in code:
         code = problem["prompt"] + code
     return f"{problem['prompt'].partition('def ')[0]}\n{code}\n"
+
+
+def problems_of(data: Path, most: int) -> list[dict[str, Any]]:
+    """The first problems of HumanEval.jsonl.gz."""
+    with gzip.open(data, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file][:most]
+
+
+def passed(texts: Sequence[str], problems: Sequence[Mapping[str, str]], *, alone: bool) -> str:
+    """A 1 for each answer whose program passes its problem's tests, else a 0."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        right = pool.map(partial(passes, alone=alone), texts, problems)
+        return "".join("01"[one] for one in right)
 
 
 def passes(

@@ -31,7 +31,6 @@ cost nothing, and neither does a peer's cache that rounds nothing.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -41,7 +40,6 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property, partial
@@ -51,7 +49,7 @@ from typing import Any
 import click
 import torch
 from peer_caches import EXACT, PeerReference, Shipped, new_cache, shipped
-from programs import interpreter, passes
+from programs import interpreter, passed, problems_of
 from public_tables import AGAIN, at_most, losses
 from transformers import (
     AutoModelForCausalLM,
@@ -135,6 +133,12 @@ class Rows:
         """The row of a measurement."""
         plain = json.loads(json.dumps(key))
         return next((row for row in self.rows if row["key"] == plain), None)
+
+    def add(self, paths: Sequence[Path]) -> None:
+        """Take the rows of other files."""
+        for path in paths:
+            for row in Rows(path, {}).rows:
+                self.measure(row["key"], partial(dict, row))
 
     def measure(self, key: Mapping[str, Any], found: Callable[[], Mapping[str, Any]]) -> Row:
         """The row of a measurement, which is made if it is not there."""
@@ -417,17 +421,14 @@ def measure_humaneval(
     subject: Subject, rows: Rows, amount: Amount, data: Path, with_peers: bool
 ) -> None:
     """Rows of right programs, a generation each: of kvquant's caches, or of peers."""
-    with gzip.open(data, "rt", encoding="utf-8") as file:
-        problems = [json.loads(line) for line in file][: amount.problems]
+    problems = problems_of(data, amount.problems)
     interpreter(amount.alone)  # before anything is written
     caches = [("16 bit", {}, lambda: None), *subject.caches(with_peers)]
 
     def found(prompts: Sequence[str], cache: Callable[[], Any], sample: int) -> Row:
         texts = written(subject, prompts, cache(), sample, amount)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            right = pool.map(partial(passes, alone=amount.alone), texts, problems)
-        passed = "".join("01"[one] for one in right)
-        return {"passed": passed, "temperature": TEMPERATURE if sample else None}
+        right = passed(texts, problems, alone=amount.alone)
+        return {"passed": right, "temperature": TEMPERATURE if sample else None}
 
     for place in amount.places:
         prompts = prompts_of(subject, problems, place)
@@ -548,9 +549,7 @@ def main(
         raise ConfigError("HumanEval runs programs that the model writes: say --run-programs FILE")
     folder = made_folder(name, folder)
     rows = Rows(json_file or RESULTS / f"public-{name}.json", {"model": name})
-    for path in add:
-        for row in Rows(path, {}).rows:
-            rows.measure(row["key"], partial(dict, row))
+    rows.add(add)
     subject = Subject(name, folder, device, plans or folder / "plans")
     subject.windows = subject.windows[: 1 if no_bare else 2]
     amount = Amount(**amounts, ends=ends, alone=not network_is_off)

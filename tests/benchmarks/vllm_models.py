@@ -12,18 +12,14 @@ one takes their rows with --add.
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import click
 from bench_vllm import GRAPHS, INT4, machine, ours, usual
 from decoding import Figures
-from programs import interpreter, passes
+from programs import interpreter, passed, problems_of
 from public_models import (
     PLACES,
     PUBLIC,
@@ -88,14 +84,15 @@ def main(
     ends = time.monotonic() + seconds
     folder = made_folder(name, folder)
     rows = Rows(json_file or RESULTS / f"vllm-{name}.json", {"model": name, **machine()})
-    for path in add:
-        for row in Rows(path, {}).rows:
-            rows.measure(row["key"], partial(dict, row))
+    rows.add(add)
     interpreter(not network_is_off)  # before anything is written
     subject = Subject(name, folder, "cuda", folder / "plans")
-    with gzip.open(data, "rt", encoding="utf-8") as file:
-        asked = [json.loads(line) for line in file][:problems]
+    asked = problems_of(data, problems)
     prompts = {place: prompts_of(subject, asked, place) for place in places}
+    ids = {
+        place: subject.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for place, texts in prompts.items()
+    }
     key: Row = {"measure": "humaneval", "problems": len(asked), "new_tokens": new_tokens}
     wanted: list[Row] = [
         {**key, "place": place, "prompts": hash_of("".join(prompts[place])), "sample": sample}
@@ -104,13 +101,11 @@ def main(
     ]
 
     def found(process: EngineProcess, place: str, sample: int) -> Row:
-        ids = subject.tokenizer(prompts[place], add_special_tokens=False)["input_ids"]
         given = {"tokens": new_tokens, "temperature": TEMPERATURE if sample else 0.0}
-        answers = process.ask("texts", prompts=ids, first_seed=sample << 20, **given)
+        answers = process.ask("texts", prompts=ids[place], first_seed=sample << 20, **given)
         texts = subject.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            right = pool.map(partial(passes, alone=not network_is_off), texts, asked)
-        return {"passed": "".join("01"[one] for one in right), "temperature": given["temperature"]}
+        right = passed(texts, asked, alone=not network_is_off)
+        return {"passed": right, "temperature": given["temperature"]}
 
     for engine in names:
         missing = [one for one in wanted if rows.find({**one, "cache": engine}) is None]
