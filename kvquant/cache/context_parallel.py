@@ -5,7 +5,8 @@ A token goes to a rank by its place in the sequence, in blocks:
     rank of token i    (i // block_len) % world_size
 
 So ranks hold equally many tokens, and need no messages to decide. A step attends on each rank to
-its tokens, and merges outputs by their lse after one all-gather.
+its tokens, and merges the outputs of all ranks by their lse. GPUs of one host write into one
+another's memory and merge in one kernel; other ranks do so by an all-gather.
 
 Source: FlashDecoding's split of a sequence (https://arxiv.org/abs/2311.01282), here over ranks;
 vLLM has it as decode context parallel.
@@ -13,6 +14,7 @@ vLLM has it as decode context parallel.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
+    from ..kernels.cuda.ranks.launch import Exchange
     from ..rows.options import No, RankOptions, Yes
 
 BLOCK_LEN = 256  # tokens
 ALIGNMENT = 16  # bytes, of what a rank gives: kernels read as many at a time
+log = logging.getLogger("kvquant")
 _POSSIBLE = {"soft_cap", "sink_logits"}  # of a variant: what needs no positions
 
 
@@ -110,6 +114,17 @@ class ContextParallelCache(NoShallowCopy):
         most = min(self.block_len, cache.max_seq_len) * self.world_size
         places = torch.arange(most, device=cache.device)
         self._share = (places // self.block_len == self.rank).int()
+        self._exchange: Exchange | None = None  # of GPUs that write into one another's memory
+        if cache.device.type == "cuda" and self.world_size > 1:
+            from ..kernels.cuda.ranks.launch import Exchange
+
+            made = Exchange.between(group, cache.layers[0].v_format.head_dim, cache.device)
+            if isinstance(made, str):
+                log.warning(
+                    "ranks exchange outputs by torch.distributed, which is slower: %s", made
+                )
+            else:
+                self._exchange = made
 
     @staticmethod
     def tokens_of(tokens: int, rank: int, world_size: int, block_len: int = BLOCK_LEN) -> int:
@@ -215,8 +230,11 @@ class ContextParallelCache(NoShallowCopy):
         # KVCache.attend would refuse where this rank has no tokens
         out, lse = attend(call, at.basis, at.seq_lens)
         assert lse is not None
-        merged, lse = merge_by_kernels(*self._gathered(out, lse), out.dtype, backend)
-        return (merged, lse) if return_lse else merged
+        if self._exchange is not None and backend is None and self._exchange.takes(out):
+            self._exchange.merge(out, lse)
+        else:
+            out, lse = merge_by_kernels(*self._gathered(out, lse), out.dtype, backend)
+        return (out, lse) if return_lse else out
 
     def _gathered(self, out: torch.Tensor, lse: torch.Tensor) -> State:
         """The out and lse of all ranks in order, by one all-gather of their bytes."""

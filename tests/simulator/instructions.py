@@ -113,7 +113,9 @@ def _cast(value: Any, dtype: Any) -> Any:
     return np.asarray(value).astype(dtype)[()]
 
 
-@operation(r"ld\.(shared|global)(?:\.(nc|cg))?(?:\.v([24]))?\.(u8|u16|u32|u64|f32)")
+@operation(
+    r"ld\.(?:acquire\.sys\.)?(shared|global)(?:\.(nc|cg))?(?:\.v([24]))?\.(u8|u16|u32|u64|f32)"
+)
 def _load(name: Name) -> Operation:
     space, cache, count, kind = name.groups()
     dtype = np.dtype(KINDS[kind])
@@ -133,7 +135,7 @@ def _load(name: Name) -> Operation:
     return load
 
 
-@operation(r"st\.(shared|global)(?:\.v[24])?\.(?:u16|u32|f32)")
+@operation(r"st\.(?:release\.sys\.)?(shared|global)(?:\.v[24])?\.(?:u16|u32|f32)")
 def _store(name: Name) -> Operation:
     def store(address: Any, values: Any) -> Any:
         now = block()
@@ -283,7 +285,7 @@ def _atomic(name: Name) -> Operation:
     return update
 
 
-@operation(r"fence\.acq_rel\.gpu")
+@operation(r"fence\.acq_rel\.(?:gpu|sys)")
 def _fence(name: Name) -> Operation:
     return lambda: None
 

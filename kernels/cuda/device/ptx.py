@@ -173,6 +173,10 @@ arrive = instruction("bar.arrive $0,$1;", "", "u32 u32", pure=False)  # without 
 # sm_90 and newer: what this thread wrote to shared memory is seen by wgmma, after a barrier
 fence_shared = instruction("fence.proxy.async.shared::cta;", "", "", pure=False)
 fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
+# between GPUs: what came before a release is seen by who has acquired what it stored
+fence_system = instruction("fence.acq_rel.sys;", "", "", pure=False)
+store_released_u32 = instruction("st.release.sys.global.u32 [$0],$1;", "", "u64 u32", pure=False)
+load_acquired_u32 = instruction("ld.acquire.sys.global.u32 $0,[$1];", "u32", "u64", pure=False)
 # sm_90 and newer, of a launch that overlaps the one before it: wait until that is complete and what
 # it wrote is seen; let the next one begin once all blocks have come here
 wait_for_launch = instruction("griddepcontrol.wait;", "", "", pure=False)

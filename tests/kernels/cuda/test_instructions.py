@@ -210,12 +210,15 @@ def test_global_memory() -> None:
         ptx.store_global_u32x4(at(target, 12), (u32(1), u32(2), u32(3), u32(4)))
         assert ptx.load_written_u32x4(at(target, 12)) == (1, 2, 3, 4)
         assert ptx.load_written_u32(at(target, 13)) == 2
+        ptx.fence_system()
+        ptx.store_released_u32(at(target, 13), u32(9))
+        assert ptx.load_acquired_u32(at(target, 13)) == 9
         return one, two, ptx.load_global_u32x4(at(source)), written
 
     got = lanes(use, memory=[source, target])[0]
     assert got == (1, (2, 3), (0, 1, 2, 3), (5, (6, 7, 8, 9)))
     assert target[:12].tolist() == [5, 0, 1, 2, 6, 7, 8, 9, 3, 0, 2, 3]
-    assert target[12:].view(u32).tolist() == [1, 2, 3, 4]
+    assert target[12:].view(u32).tolist() == [1, 9, 3, 4]
 
 
 @in_simulator

@@ -22,6 +22,7 @@ from kvquant.kernels.cuda.append.spec import (
 from kvquant.kernels.cuda.decode.ragged import PiecesSpec
 from kvquant.kernels.cuda.mla.spec import MOST_GROUPS, MlaCombineSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit
+from kvquant.kernels.cuda.ranks.launch import ExchangeSpec
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS, OVERLAPS
 from kvquant.kernels.cuda.runtime.spec import Spec
@@ -58,6 +59,8 @@ def prefix(k: str, v: str, dim: int, rows: int) -> Spec:
 CASES: list[tuple[Spec, str, int]] = [
     *((spec, arch, 255) for spec in (PiecesSpec(), SlotSpec()) for arch in ARCHS),
     *((WindowSpec(), arch, 128) for arch in ARCHS),  # of a block of 16 warps
+    # of 1,024 blocks, which an H200 holds at once
+    *((ExchangeSpec(dim, "bf16"), arch, 64) for arch in ARCHS for dim in (128, 256)),
     *((CombineSpec(64, "bf16", flag), "sm_80", 255) for flag in (False, True)),
     *((CombineSpec(80, "fp16", flag), "sm_89", 255) for flag in (False, True)),
     *((CombineSpec(128, "bf16", flag), "sm_90", 255) for flag in (False, True)),
