@@ -20,6 +20,11 @@ def test_ranks_attend_as_one_cache(world: int, tmp_path: Path) -> None:
     assert run_ranks(SCRIPT, world, tmp_path) == ["right\n"] * world
 
 
+@pytest.mark.gpu(2)
+def test_ranks_of_gpus_do_too(tmp_path: Path) -> None:
+    assert run_ranks(SCRIPT, 2, tmp_path, device="cuda") == ["right\n"] * 2
+
+
 @pytest.mark.parametrize("world", [1, 2, 5])
 @pytest.mark.parametrize("block", [1, 7, 256])
 def test_each_token_has_one_rank(block: int, world: int) -> None:

@@ -1,5 +1,5 @@
-"""One rank of several that share heads out: `python rank_of_heads.py FILE RANK WORLD_SIZE`; prints
-"right" at the end."""
+"""One rank of several that share heads out: started by ranks.py; prints "right" at
+the end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from example_plan import example_plan
+from ranks import join
 
 from kvquant import CachePlan, PagedBatch, PagedKVCache
 
@@ -73,8 +74,8 @@ def check_parts(part: torch.Tensor, out: torch.Tensor, queries: slice) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), out, rtol=1e-5, atol=1e-5)
 
 
-def main(file: str, rank: int, world: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+def main(device: str, file: str, rank: int, world: int) -> None:
+    join(device, file, rank, world)
     torch.manual_seed(0)
     share = HEADS // world
     heads = slice(rank * share, (rank + 1) * share)
@@ -96,4 +97,4 @@ def main(file: str, rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

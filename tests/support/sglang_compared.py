@@ -41,6 +41,7 @@ from compared_answers import (
 from vllm_texts import Text
 
 EAGER = {"disable_cuda_graph": True}
+TWO_RANKS = {"tp_size": 2, "disable_custom_all_reduce": True}  # its kernel may not be there
 PROMPTS = {"cuda_graph_backend_prefill": "breakable"}  # of prompts, too, without attention
 # SGLang's switch for tests: it takes a request's slots in the pool away now and then
 RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
@@ -61,6 +62,9 @@ CASES: dict[str, Found] = {
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, "page_size": 16, **EAGER},
     "int4-short-chunks": {"rows": INT4, "chunked_prefill_size": 64, **EAGER},
     "plan": {"rows": {"plan": ""}, "page_size": 16},
+    "own-two-ranks": {**TWO_RANKS},
+    "bf16-two-ranks": {"rows": BF16, **TWO_RANKS},
+    "int4-two-ranks": {"rows": INT4, "page_size": 64, **TWO_RANKS},
     "gemma2-own": {"model": "gemma2", **EAGER},
     "gemma2": {"model": "gemma2", "rows": BF16},
     "gemma2-int8": {"model": "gemma2", "rows": INT8, "page_size": 16, **EAGER},
@@ -71,6 +75,8 @@ CASES: dict[str, Found] = {
     "gpt-oss": {"model": "gpt-oss", "rows": BF16, "page_size": 16},
     "gpt-oss-int8": {"model": "gpt-oss", "rows": INT8, **EAGER},
 }
+if torch.cuda.device_count() < 2:
+    CASES = {name: case for name, case in CASES.items() if "tp_size" not in case}
 
 
 def answers(name: str, folder: Path) -> Found:
@@ -159,8 +165,10 @@ def faults(found: dict[str, Found]) -> list[str]:
     """A line for each fault of the answers. `main` reports engines that did not run."""
     pairs = [("bf16", "own"), ("bf16-pages", "own"), ("bf16-retracted", "own-eager")]
     pairs += [("bf16-graphs-of-prompts", "own-graphs-of-prompts")]
+    pairs += [("bf16-two-ranks", "own-two-ranks")]
     pairs += [(name, f"{name}-own") for name in OTHERS]
-    wrong = too_far(found, pairs, OTHERS, {**MOST, "int4-tokens": SAME_CHUNK})
+    alike = dict.fromkeys(("int4-tokens", "int4-two-ranks"), SAME_CHUNK)
+    wrong = too_far(found, pairs, OTHERS, MOST | alike)
 
     def check(holds: bool, told: str) -> None:
         if not holds:

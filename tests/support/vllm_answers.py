@@ -41,10 +41,13 @@ from compared_answers import (
 from vllm_engines import NGRAM
 
 FP8, EAGER, WINDOW = {"format": "fp8"}, {"enforce_eager": True}, {"recent_len": 128}
+TWO_RANKS = {"tensor_parallel_size": 2}
 SMALL = {"max_model_len": 384, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 100}
 OTHERS = "gemma3", "gpt-oss", "deepseek"  # models
 # as MOST, with tokens in 16 bit: twice what one H200 gave on 2026-11-29
-WINDOWED = dict.fromkeys(("int4-window", "int4-window-ngram"), (0.0011, 0.0009))
+WINDOWED = dict.fromkeys(
+    ("int4-window", "int4-window-ngram", "int4-window-two-ranks"), (0.0011, 0.0009)
+)
 WINDOWED["int4-window-short-chunks"] = 0.0011, 0.0018
 
 # name: rows, None for vLLM's own attention; options of vllm.LLM; what else, see `Case`
@@ -65,6 +68,10 @@ CASES: dict[str, dict[str, Any]] = {
     "int4-window": {"rows": {**INT4, **WINDOW}},
     "int4-window-short-chunks": {"rows": {**INT4, **WINDOW}, "max_num_batched_tokens": 64},
     "int4-window-ngram": {"rows": {**INT4, **WINDOW}, "speculative_config": NGRAM},
+    "own-two-ranks": {**TWO_RANKS},
+    "bf16-two-ranks": {"rows": BF16, **TWO_RANKS},
+    "int4-two-ranks": {"rows": INT4, **TWO_RANKS},
+    "int4-window-two-ranks": {"rows": {**INT4, **WINDOW}, **TWO_RANKS},
     "bf16-draft": {"rows": BF16, "speculative_config": {}, **EAGER},
     "int4-draft": {"rows": INT4, "speculative_config": {}},
     "gemma3-own": {"model": "gemma3", **EAGER},
@@ -78,6 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek-int8": {"model": "deepseek", "rows": {"format": "int8-g4"}, **EAGER},
     "deepseek-fp8-ngram": {"model": "deepseek", "rows": FP8, "speculative_config": NGRAM},
 }
+if torch.cuda.device_count() == 1:
+    CASES = {name: case for name, case in CASES.items() if "tensor_parallel_size" not in case}
 
 
 def leave_experts_out() -> None:
@@ -162,8 +171,9 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
     with engine(rows, **options) as llm:
         found["seconds_to_start"] = time.perf_counter() - begun
         config = llm.llm_engine.vllm_config
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        found["runner"] = [one.__module__ for one in type(runner).__mro__]
+        worker = getattr(llm.llm_engine.model_executor, "driver_worker", None)
+        if worker is not None:  # ranks are processes of their own
+            found["runner"] = [one.__module__ for one in type(worker.worker.model_runner).__mro__]
         found["graphs"] = str(config.compilation_config.cudagraph_mode)
         found["blocks"] = config.cache_config.num_gpu_blocks
         found["groups"] = len(
@@ -218,7 +228,8 @@ def faults(found: dict[str, dict[str, Any]]) -> list[str]:
     pairs = [("bf16", "own"), ("bf16-draft", "own-eager"), ("bf16-preempted", "own-eager")]
     pairs += [("bf16-window", "own"), ("bf16-window-preempted", "own-eager")]
     pairs += [(name, f"{name}-own") for name in OTHERS]
-    alike = ("int4-eager-first-runner", "int4-ngram", "int4-draft")
+    pairs += [("bf16-two-ranks", "own-two-ranks")]
+    alike = ("int4-eager-first-runner", "int4-ngram", "int4-draft", "int4-two-ranks")
     most = MOST | WINDOWED | dict.fromkeys(alike, SAME_CHUNK)
     wrong = too_far(found, pairs, OTHERS, most)
     for name, one in found.items():
@@ -232,8 +243,9 @@ def faults(found: dict[str, dict[str, Any]]) -> list[str]:
         if case.get("model") not in (None, "deepseek"):
             check(one["groups"] > 1, f"{name}: one group of layers")
         if torch.cuda.is_available():
-            second = any("worker.gpu.model_runner" in part for part in one["runner"])
-            check(second == (case.get("runner") != "0"), f"{name}: runner {one['runner'][0]}")
+            if "runner" in one:
+                second = any("worker.gpu.model_runner" in part for part in one["runner"])
+                check(second == (case.get("runner") != "0"), f"{name}: runner {one['runner'][0]}")
             has_graphs = "FULL" in one["graphs"]
             check(has_graphs != case.get("enforce_eager", False), f"{name}: {one['graphs']}")
     return wrong
