@@ -3,8 +3,9 @@
     python tests/benchmarks/bench_vllm.py --json bench.json --part answers --part decode
     python tests/benchmarks/bench_vllm.py --json bench.json --part load
 
-The model is a Llama as wide as one of 8B, with random weights. Engines start side by side, as many
-as the GPU has memory for, and are measured one by one. Parts:
+The model is a Llama as wide as one of 8B, with random weights, or --model. With --ranks 2 each
+engine takes two GPUs, among which vLLM splits heads and weights. Engines start side by side, as
+many as the GPU has memory for, and are measured one by one. Parts:
 
     answers   the demo model's texts, compared with TRITON_ATTN's; first, for all that follows
     decode    --batch prompts of --context tokens, and then steps in which all decode
@@ -37,7 +38,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # before vLLM
 import click
 import torch
 from decoding import ROOM, Figures
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 from vllm_process import EngineProcess
 
 from kvquant import __version__
@@ -188,7 +189,7 @@ def compare_answers(bench: Bench, names: Sequence[str]) -> list[str]:
     prompts = [ids[i * step :][: PASSAGE - 9 * i] for i in range(PASSAGES)]
     options = {"model": str(MODEL), "max_model_len": 1024, "max_num_seqs": PASSAGES}
     options |= {"dtype": "bfloat16", "kv_cache_memory_bytes": GIB // 2, "max_logprobs": 20}
-    options |= usual([1, 4, PASSAGES])
+    options |= usual([1, 4, PASSAGES]) | {"tensor_parallel_size": bench.settings["ranks"]}
     wanted = list(dict.fromkeys([REFERENCE, *names]))
     with bench.engines(wanted, options) as engines:
         texts = {
@@ -302,13 +303,13 @@ PART = {"decode": decode, "memory": memory, "load": load}
 
 
 def random_model(layers: int, width: int) -> LlamaConfig:
-    """As wide as a Llama 3 8B, or another width in its proportions."""
+    """As wide as a Llama 3 8B, or of width 8192 as one of 70B, or in the proportions of 8B."""
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 7 // 2,
         num_hidden_layers=layers,
         num_attention_heads=width // HEAD_DIM,
-        num_key_value_heads=width // HEAD_DIM // 4,
+        num_key_value_heads=min(width // HEAD_DIM // 4, 8),
         head_dim=HEAD_DIM,
         vocab_size=32000,
         max_position_embeddings=1 << 17,
@@ -339,6 +340,8 @@ def how_many_fit(config: LlamaConfig, pages: int) -> int:
 @click.option("--engine", "names", multiple=True, type=click.Choice([*ENGINES]), default=[*ENGINES])
 @click.option("--layers", default=8, show_default=True)
 @click.option("--width", default=4096, show_default=True, help="Of the hidden states.")
+@click.option("--model", default="", help="The folder of a model in place of random weights.")
+@click.option("--ranks", default=1, show_default=True, help="GPUs of each engine.")
 @click.option("--batch", default=64, show_default=True)
 @click.option("--context", default=8192, show_default=True)
 @click.option("--outputs", nargs=2, type=int, default=(128, 512), show_default=True)
@@ -355,10 +358,11 @@ def main(
     rate: float | None,
     together: int | None,
     seconds: float,
+    model: str,
     **settings: Any,
 ) -> None:
     """Measure, print, and write the file after each measurement."""
-    settings["outputs"] = list(settings["outputs"])
+    settings |= {"outputs": list(settings["outputs"]), "model": Path(model).name}
     bench = Bench(settings, json_file, rounds, seconds, rate)
     bench.say(f"{bench.found['machine']}, {settings}")
     if "answers" in parts:
@@ -367,17 +371,24 @@ def main(
     if not parts or not names:
         return
     with TemporaryDirectory() as folder:
-        config = random_model(settings["layers"], settings["width"])
-        config.save_pretrained(folder)
+        config: Any = random_model(settings["layers"], settings["width"])
+        dummy = {"load_format": "dummy"}
+        if model:
+            folder, dummy = model, {}
+            config = AutoConfig.from_pretrained(model)
+        else:
+            config.save_pretrained(folder)
         context, outputs = settings["context"], max(settings["outputs"])
-        # what 16 bit needs for the batch
-        token = settings["layers"] * settings["width"]  # bytes: a quarter of the heads, K and V
+        # what 16 bit needs for the batch: bytes of K and V
+        heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        token = 4 * config.num_hidden_layers * heads * dim // settings["ranks"]
         pages = token * (settings["batch"] * (context + ROOM) + 64 * 64)
         options = {
             **usual(GRAPHS),
+            **dummy,
             "model": folder,
+            "tensor_parallel_size": settings["ranks"],
             "dtype": "bfloat16",
-            "load_format": "dummy",
             "skip_tokenizer_init": True,
             "max_model_len": 2 * context + max(outputs, ROOM),
             "max_num_seqs": MOST_SEQUENCES,

@@ -47,10 +47,13 @@ async def measure_decode(
     ended = sum(task.done() for task in others)
     await asyncio.gather(*others)
     seconds = times[BEFORE + WATCHED] - times[BEFORE]
+    each = np.diff(times[BEFORE : BEFORE + WATCHED + 1])
     return {
         "batch": batch,
         "prompt_tokens_per_s": batch * context / taken,
         "tokens_per_s": batch * WATCHED / seconds,
         "step_ms": 1e3 * seconds / WATCHED,
+        "step_ms_p50": 1e3 * float(np.median(each)),
+        "step_ms_p99": 1e3 * float(np.quantile(each, 0.99)),
         "ended_too_early": ended,
     }

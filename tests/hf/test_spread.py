@@ -374,8 +374,14 @@ def test_a_cached_model_where_accelerate_chooses_the_main_device(first: Any, sec
 SCRIPT = Path(__file__).parent.parent / "support" / "hf_rank.py"
 
 
-@pytest.mark.slow
-def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu(2)),
+    ],
+)
+def test_each_rank_keeps_its_own_heads(device: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers spreads models with it")
     made = tiny("Llama", num_key_value_heads=4)
     made.model.save_pretrained(tmp_path)
@@ -391,7 +397,7 @@ def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
     }  # each head has its own
     model = model_identity(transformers.AutoConfig.from_pretrained(tmp_path).to_dict())
     CachePlan(dict(plan.facts) | {"model": model}, tensors).save(tmp_path / "plan.safetensors")
-    assert run_ranks(SCRIPT, 2, tmp_path, tmp_path) == ["right\n"] * 2
+    assert run_ranks(SCRIPT, 2, tmp_path, tmp_path, device=device) == ["right\n"] * 2
 
 
 def test_parts_of_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

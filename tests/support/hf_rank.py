@@ -1,7 +1,5 @@
-"""One rank of a model under tensor parallelism: `python hf_rank.py FILE RANK WORLD_SIZE FOLDER`.
-
-FOLDER holds a model and plan.safetensors. It prints "right" at the end.
-"""
+"""One rank of a model under tensor parallelism, started by ranks.py, with a folder that holds a
+model and plan.safetensors. It prints "right" at the end."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_cases import GREEDY, WITH_LOGITS, assert_alike, assert_likeliest
+from ranks import join
 from torch._dynamo.utils import counters
 
 from kvquant import CachedModel, CachePlan, QuantizedCache, load_cache, save_cache
@@ -29,8 +28,10 @@ CODES = 0.02  # that logits are apart by where sums over ranks move a few codes 
 
 
 def run(model: Any, cache: QuantizedCache, beams: int, **more: Any) -> Any:
-    given = {"attention_mask": MASK, **cache.argument, "num_beams": beams}
-    return model.generate(TEXT, **given, **GREEDY, max_new_tokens=6, **more, **WITH_LOGITS)
+    given = {"attention_mask": MASK.to(model.device), **cache.argument, "num_beams": beams}
+    return model.generate(
+        TEXT.to(model.device), **given, **GREEDY, max_new_tokens=6, **more, **WITH_LOGITS
+    )
 
 
 def check_compiled(model: Any) -> None:
@@ -59,8 +60,8 @@ def compare(spread: QuantizedCache, whole: QuantizedCache, heads: slice) -> None
 
 def check_cached_model(folder: Path, rank: int, heads: slice, plan: CachePlan) -> None:
     """CachedModel reads and decodes as in one process, and refuses what it cannot do."""
-    alone = CachedModel.from_pretrained(folder)
     spread = CachedModel.from_pretrained(folder, tp_plan="auto")
+    alone = CachedModel.from_pretrained(folder, device=spread.model.device)
     text, lens = torch.cat([TEXT, TEXT.flip(1)], dim=1), [40, 9]
     for options in ({"k_format": "int8", "v_format": "int4-g4"}, {"plan": plan}):
         caches = [one.new_cache(2, 64, recent_len=8, **options) for one in (spread, alone)]
@@ -101,8 +102,8 @@ def check_cached_model(folder: Path, rank: int, heads: slice, plan: CachePlan) -
 
 def check_latents(folder: Path, world: int) -> None:
     """Each rank keeps all latent rows, and attends to them with its heads."""
-    alone = CachedModel.from_pretrained(folder)
     spread = CachedModel.from_pretrained(folder, tp_plan="auto")
+    alone = CachedModel.from_pretrained(folder, device=spread.model.device)
     caches = [one.new_cache(2, 64, recent_len=8) for one in (spread, alone)]
     assert caches[1].num_q_heads == world * (caches[0].num_q_heads or 0)
     pairs = list(zip((spread, alone), caches, strict=True))
@@ -127,15 +128,16 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found - wanted).norm() < 5e-3 * wanted.norm())
 
 
-def main(file: str, rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+def main(device: str, file: str, rank: int, world: int, folder: Path) -> None:
+    own = join(device, file, rank, world)
+    torch.set_default_device(None)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    alone = load(folder, attn_implementation="kvquant")
+    alone: Any = load(folder, attn_implementation="kvquant")
+    alone.to(own)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer transformers has DistributedConfig
         model = load(folder, attn_implementation="kvquant", tp_plan="auto")
-    assert model.device.type == "cpu"  # gloo sums up there
+    assert model.device == own
     share = alone.config.num_key_value_heads // world
     heads = slice(rank * share, (rank + 1) * share)
     plan = CachePlan.load(folder / "plan.safetensors")
@@ -152,8 +154,9 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
     places = whole.kv.positions[:, None]
     step = {"position_ids": places, "use_cache": True}
     with torch.no_grad():
-        found = model(TEXT[:, :1].repeat(2, 1), **again.argument, **step).logits
-        wanted = alone(TEXT[:, :1].repeat(2, 1), **whole.argument, **step).logits
+        token = TEXT[:, :1].repeat(2, 1).to(own)
+        found = model(token, **again.argument, **step).logits
+        wanted = alone(token, **whole.argument, **step).logits
     assert torch.allclose(found, wanted, atol=1e-2)
     check_compiled(model)
     check_cached_model(folder, rank, heads, plan)
@@ -165,4 +168,4 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))

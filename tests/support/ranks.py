@@ -60,6 +60,6 @@ def join(device: str, file: str, rank: int, world: int) -> torch.device:
     if device == "cuda":
         torch.cuda.set_device(own)
         torch.set_default_device(own)
-    given = {"init_method": f"file://{file}", "rank": rank, "world_size": world}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **given)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
     return own
