@@ -18,6 +18,7 @@ meet before each round. The default formats, with first and last tokens in 16 bi
 
 from __future__ import annotations
 
+import datetime
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -114,31 +115,43 @@ def attention(tokens: int, name: str) -> Figures:
     fill([whole, spread], 1, tokens, 1 << 16)
     q = torch.randn(1, Q_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     k, v = torch.randn(2, 1, KV_HEADS, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    found: Figures = {"tokens": tokens, "rows": name, "ranks": dist.get_world_size()}
-    exchange = spread._exchange
+    exchange, errors = spread._exchange, {}
     assert exchange is not None, "GPUs do not map one another's memory"
     ways = {"exchange": exchange, "all-gather": None}
     for way, spread._exchange in ways.items():
         out = spread.attend(0, q)
-        found[f"{way}: error"] = relative_error(out, whole.attend(0, q))
-        assert found[f"{way}: error"] < MOST_L2, found
+        errors[way] = relative_error(out, whole.attend(0, q))
+        assert errors[way] < MOST_L2, errors
         outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
         dist.all_gather(outs, out)
         assert all(torch.equal(one, out) for one in outs), "ranks have other outputs"
-    for way, spread._exchange in ways.items():  # steps make the one cache longer than the other
-        found[f"{way}: attend_us"] = microseconds(lambda: spread.attend(0, q))
-        found[f"{way}: step_us"] = microseconds(lambda: spread.step(0, q, k, v))
-    found["one: attend_us"] = microseconds(lambda: whole.attend(0, q))
-    found["one: step_us"] = microseconds(lambda: whole.step(0, q, k, v))
-    found["own: attend_us"] = microseconds(lambda: spread.cache.attend(0, q, return_lse=True))
+    attends = {
+        "one": microseconds(lambda: whole.attend(0, q)),
+        "own": microseconds(lambda: spread.cache.attend(0, q, return_lse=True)),
+    }
+    steps = {"one": microseconds(lambda: whole.step(0, q, k, v))}
+    for way, spread._exchange in ways.items():
+        attends[way] = microseconds(lambda: spread.attend(0, q))
+        steps[way] = microseconds(lambda: spread.step(0, q, k, v))
     out, lse = spread.cache.attend(0, q, return_lse=True)
-    found["exchange_us"] = microseconds(lambda: exchange.merge(out, lse))
-    found["all-gather_us"] = microseconds(
-        lambda: merge_by_kernels(*spread._gathered(out, lse), dtype=out.dtype, backend=None)
-    )
-    found["bytes of a rank"] = spread.cache.nbytes
-    found["bytes of one"] = whole.nbytes
-    return found
+    merges = {
+        "exchange": microseconds(lambda: exchange.merge(out, lse)),
+        "all-gather": microseconds(
+            lambda: merge_by_kernels(*spread._gathered(out, lse), dtype=out.dtype, backend=None)
+        ),
+    }
+    return {
+        "tokens": tokens,
+        "rows": name,
+        "ranks": dist.get_world_size(),
+        "error": errors,
+        "attend_us": attends,
+        "step_us": steps,
+        "merge_us": merges,
+        "times": attends["one"] / attends["exchange"],
+        "gb": spread.cache.nbytes / 1e9,
+        "gb_of_one": whole.nbytes / 1e9,
+    }
 
 
 class Part(NamedTuple):
@@ -199,11 +212,16 @@ def model(way: str, layers: int, batch: int, tokens: int) -> Figures:
     taken = microseconds(step, 2)
     cache.check()
     held = cache.cache if way == "context" else cache
-    found = {"way": way, "layers": layers, "batch": batch, "tokens": tokens, "ranks": world}
-    return found | {
-        "step_us": taken,
+    return {
+        "way": way,
+        "layers": layers,
+        "batch": batch,
+        "tokens": tokens,
+        "ranks": 1 if way == "one" else world,
+        "step_ms": taken / 1e3,
         "tokens_per_s": 1e6 * batch / taken,
-        "bytes of a rank": held.nbytes,
+        "gb": held.nbytes / 1e9,
+        "gb_of_weights": sum(x.nbytes for part in parts for x in part) / 1e9,
     }
 
 
@@ -226,8 +244,9 @@ def main(
     dist.init_process_group("nccl")
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
-    gpu, versions = torch.cuda.get_device_name(), {"torch": torch.__version__}
-    found: Figures = {"machine": {"gpu": gpu, **versions, "kvquant": __version__}}
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    machine["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    found: Figures = {"machine": machine | {"kvquant": __version__}}
     calls: list[tuple[str, Callable[..., Figures], tuple[Any, ...]]] = []
     calls += [("attention", attention, (count, name)) for count in tokens for name in FORMATS]
     ways = "one", "context", "tensor"

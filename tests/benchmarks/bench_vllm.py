@@ -8,7 +8,8 @@ engine takes two GPUs, among which vLLM splits heads and weights. Engines start 
 many as the GPU has memory for, and are measured one by one. Parts:
 
     answers   the demo model's texts, compared with TRITON_ATTN's; first, for all that follows
-    decode    --batch prompts of --context tokens, and then steps in which all decode
+    decode    --batch prompts of --context tokens, and then steps in which all decode; the same
+              with --fewer prompts
     memory    the same with as many sequences as fit in the memory that 16 bit takes for --batch
     load      arrivals at 50, 70 and 90 % of the rate that saturates FLASH_ATTN in 16 bit: requests
               that come at once, by the seconds until all are answered; it is found first (or
@@ -66,12 +67,13 @@ ENGINES: dict[str, Figures] = {
     "kvquant-window": ours(**INT4, recent_len=128),
     "default": ours(recent_len=0),
     "default-window": ours(recent_len=128),
+    "plan": ours(plan="auto", recent_len=0),
     "flash-fp8": {"attention_backend": "FLASH_ATTN", "kv_cache_dtype": "fp8"},
     "triton": {"attention_backend": "TRITON_ATTN"},
 }
 # KL to TRITON_ATTN that an engine may have at most; int4-g4 has .005
 MOST_KL = {"flash": 0.001, "kvquant": 0.02, "flash-fp8": 0.01, "triton": 0.001}
-MOST_KL |= {"kvquant-window": 0.005, "default": 0.005, "default-window": 0.002}
+MOST_KL |= {"kvquant-window": 0.005, "default": 0.005, "default-window": 0.002, "plan": 0.006}
 PASSAGES, PASSAGE, ANSWER = 16, 200, 64  # of the demo model: texts, tokens of a prompt and a text
 GIB, HEAD_DIM = 1 << 30, 128
 
@@ -247,7 +249,8 @@ def measure_engines(
 
 def decode(bench: Bench, engines: Mapping[str, EngineProcess]) -> None:
     """In equal batch."""
-    repeat(bench, engines, "decode", {name: bench.settings["batch"] for name in engines})
+    for batch in (*bench.settings["fewer"], bench.settings["batch"]):
+        repeat(bench, engines, "decode", dict.fromkeys(engines, batch))
 
 
 def memory(bench: Bench, engines: Mapping[str, EngineProcess]) -> None:
@@ -343,6 +346,7 @@ def how_many_fit(config: LlamaConfig, pages: int) -> int:
 @click.option("--model", default="", help="The folder of a model in place of random weights.")
 @click.option("--ranks", default=1, show_default=True, help="GPUs of each engine.")
 @click.option("--batch", default=64, show_default=True)
+@click.option("--fewer", type=int, multiple=True, help="Further batches of the part decode.")
 @click.option("--context", default=8192, show_default=True)
 @click.option("--outputs", nargs=2, type=int, default=(128, 512), show_default=True)
 @click.option("--requests", default=150, show_default=True, help="Under each load.")
@@ -362,7 +366,8 @@ def main(
     **settings: Any,
 ) -> None:
     """Measure, print, and write the file after each measurement."""
-    settings |= {"outputs": list(settings["outputs"]), "model": Path(model).name}
+    settings |= {key: list(settings[key]) for key in ("outputs", "fewer")}
+    settings["model"] = Path(model).name
     bench = Bench(settings, json_file, rounds, seconds, rate)
     bench.say(f"{bench.found['machine']}, {settings}")
     if "answers" in parts:

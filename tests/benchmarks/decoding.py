@@ -33,7 +33,13 @@ async def measure_decode(
     random = np.random.default_rng(seed)
     prompts = random.integers(10, 250, (batch, context)).tolist()
     begun = time.perf_counter()
-    await asyncio.gather(*(finish(ids, 1) for ids in prompts))
+
+    async def first_token(ids: Sequence[int]) -> float:
+        """Milliseconds until it comes, of prompts that come at once."""
+        await finish(ids, 1)
+        return 1e3 * (time.perf_counter() - begun)
+
+    firsts = await asyncio.gather(*(first_token(ids) for ids in prompts))
     taken = time.perf_counter() - begun
     # now the prompts are in the prefix cache
     begun = time.perf_counter()
@@ -51,6 +57,8 @@ async def measure_decode(
     return {
         "batch": batch,
         "prompt_tokens_per_s": batch * context / taken,
+        "first_token_ms_p50": float(np.median(firsts)),
+        "first_token_ms_p99": float(np.quantile(firsts, 0.99)),
         "tokens_per_s": batch * WATCHED / seconds,
         "step_ms": 1e3 * seconds / WATCHED,
         "step_ms_p50": 1e3 * float(np.median(each)),

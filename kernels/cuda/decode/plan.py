@@ -36,6 +36,8 @@ SHARE = 4814 / 132  # GB/s for an SM of an H200; taken for GPUs whose bandwidth 
 # with b blocks on an SM, each of which reads k KiB of K at once, reads take longer by
 # SCATTER * b ** OF_BLOCKS / k ** OF_KIB
 SCATTER, OF_BLOCKS, OF_KIB = 0.22, 0.4, 0.65
+# an SM that waits for fewer KiB at once than it reads in the time of a load takes so much longer
+IN_FLIGHT, FEW_IN_FLIGHT, MANY_TILES = 32, 1.08, 64  # where a split has so many tiles
 TILE_TIME, WARP_TIME = 0.5, 0.07  # of a warp for a tile, and what each warp of the SM adds to it
 EIGHT_TIME = {1: 1.0, 2: 1.2}  # times as long, with so many eights of columns
 MANY_GROUPS = 1.6  # times as long, with rows of more than WIDE_GROUPS groups
@@ -109,6 +111,8 @@ class Fit:
             tile *= MANY_GROUPS
         together = rings * tile_bytes / 2 / 1024  # of K, or of V
         scattered: float = 1 + SCATTER * blocks**OF_BLOCKS / together**OF_KIB
+        if tiles >= MANY_TILES and 2 * together * blocks * (spec.stages - 1) < IN_FLIGHT:
+            scattered *= FEW_IN_FLIGHT
         by_memory = blocks * nbytes * scattered / self.share
         return max(nbytes / (rings * tile_bytes) * tile, by_memory)
 
