@@ -55,6 +55,7 @@ ALLOWED = dict.fromkeys(LEAVES.split(), "") | {
     "kernels.cuda.prefix": (
         "errors rehearsal rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.decode"
     ),
+    "kernels.cuda.ranks": "kernels.cuda.device kernels.cuda.runtime kernels.cuda.decode",
     "kernels.cuda.slots": "kernels.cuda.device kernels.cuda.runtime",
 }
 # inside functions and for the type checker only
@@ -66,7 +67,7 @@ ALLOWED_LATE = {
         "kernels.cuda.dequantize kernels.cuda.device kernels.cuda.mla kernels.cuda.prefix "
         "kernels.cuda.runtime kernels.cuda.slots"
     ),
-    "cache": "io kernels.cuda.runtime",
+    "cache": "io kernels.cuda.ranks kernels.cuda.runtime",
     "paged": "io kernels.cuda.runtime hf",
     "calibration": "kernels.cuda.runtime",
     "kernels.cuda.runtime": "text",

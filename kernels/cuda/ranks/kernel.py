@@ -18,6 +18,7 @@ import math
 
 from numba import cuda, float32, int32, uint32, uint64
 
+from ..decode.arrange import LOG2_E
 from ..device.combine import LN2, make_over_lanes, make_write
 from ..device.jit import device_function
 from ..device.ptx import (
@@ -37,7 +38,6 @@ from ..device.ptx import (
     store_released_u32,
 )
 from ..device.transform import make_widen
-from ..prefix.combine import LOG2_E
 from .launch import slot_bytes
 
 NOTHING = -math.inf  # the log-sum-exp of no tokens

@@ -98,12 +98,12 @@ class Exchange:
             return f"{world} ranks have {len(set(places))} GPUs: at most {MOST_RANKS} have one each"
         found, error = None, ""
         try:
-            from torch.distributed import _symmetric_memory
+            import torch.distributed._symmetric_memory as symmetric_memory
 
             memory_bytes = cls.memory_bytes(world, head_dim)
-            memory = _symmetric_memory.empty(memory_bytes, dtype=torch.uint8, device=device)
+            memory = symmetric_memory.empty(memory_bytes, dtype=torch.uint8, device=device)
             memory.zero_()
-            handle = _symmetric_memory.rendezvous(memory, group)
+            handle = symmetric_memory.rendezvous(memory, group)
             found = cls(memory, handle.buffer_ptrs, dist.get_rank(group), head_dim)
             torch.cuda.synchronize(device)  # the zeros are there before another rank writes
         except (ImportError, RuntimeError) as raised:
