@@ -57,6 +57,7 @@ CASES: dict[str, Found] = {
     "bf16-pages": {"rows": BF16, "page_size": 64},
     "bf16-retracted": {"rows": BF16, "env": RETRACTED, **EAGER},
     "int8": {"rows": INT8, **EAGER},
+    "default": {"rows": {"recent_len": 0}, "page_size": 16},
     "int4": {"rows": INT4, "page_size": 64},
     "int4-tokens": {"rows": INT4},  # pages of one token
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, "page_size": 16, **EAGER},

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"rows": BF16},
     "bf16-preempted": {"rows": BF16, **SMALL, **EAGER},
     "int8": {"rows": INT8, **EAGER},
+    "default": {"rows": {"recent_len": 0}},
     "int4": {"rows": INT4},
     "int4-eager-first-runner": {"rows": INT4, "runner": "0", **EAGER},
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, **EAGER},
