@@ -162,7 +162,7 @@ class KVQuantBackend(RowsBackend):
     @classmethod
     def room_of_rows(cls, spec: AttentionSpec) -> dict[str, int]:
         layout = cls.settings.layout(spec.num_kv_heads, spec.head_size, spec.head_size_v)
-        return {"num_head_slots": layout.slots, "state_content_bytes": layout.slot_bytes}
+        return {"state_content_bytes": layout.token_bytes}
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

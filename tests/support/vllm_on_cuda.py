@@ -178,7 +178,7 @@ def serve(config: Any) -> int:
 
 
 def _rows_of(spec: Any) -> tuple[int, int, str] | None:
-    """Head slots, and bytes of a token in each, that a layer has in its pages."""
+    """KV heads, and bytes of a token in each, that a layer has in its pages."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     if not isinstance(spec, AttentionSpec):

@@ -169,8 +169,8 @@ OF_LATENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rows of heads for latents": (ROWS, LATENT, "for a model with latent attention, is"),
     "latent rows for heads": (LATENT_ROWS, {}, f"{INVALID}.*non-MLA not supported"),
 }
-DEMO = [[2, 80, "torch.uint8"]]  # head slots, bytes of a token in each
-NARROW = {"rows": [[4, 48, "torch.uint8"]]}  # two KV heads of head_dim 64
+DEMO = [[1, 160, "torch.uint8"]]  # KV heads, bytes of a token in each
+NARROW = {"rows": [[2, 96, "torch.uint8"]]}  # two KV heads of head_dim 64
 USUAL = {"layout": "LBHNC", "graphs": "FULL_AND_PIECEWISE", "rows": DEMO, "runner": 2}
 SERVED = {"pages": [16, 16], "layers": {"KVQuantBackend": 4}}
 
@@ -183,7 +183,7 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the demo model": (ROWS, SERVED),
     "K and V of other lengths": (
         {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int8", "v_format": "int4-g4"}}},
-        {**SERVED, "rows": [[1, 224, "torch.uint8"]]},
+        {**SERVED, "rows": [[1, 212, "torch.uint8"]]},
     ),
     "eagerly": ({**ROWS, "enforce_eager": True}, {**SERVED, "graphs": "NONE"}),
     "graphs of steps that decode": (
@@ -208,7 +208,7 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "runner": 1,
             "pages": [16, 16],
             "layers": {"KVQuantBackend": 4, "FlashAttentionBackend": 4},
-            "rows": [[1, 512, "torch.bfloat16"], *DEMO],
+            "rows": [*DEMO, [1, 512, "torch.bfloat16"]],
         },
     ),
     "a draft model with rows, first runner": (
