@@ -22,9 +22,9 @@ past:
     k       [num_tokens or more, num_kv_heads, head_dim], as q
     v       [num_tokens or more, num_kv_heads, head_dim of V], as q
     out     [num_tokens or more, num_q_heads, head_dim of V], as q: written by attend
-    pages   [num_pages, num_kv_heads, page_size, layout.token_bytes], uint8, the bytes of a head in
-            a page contiguous; or K's and V's apart, [num_pages, num_kv_heads, page_size, row bytes
-            or more] each, rows contiguous. New pages may hold anything
+    pages   [num_pages, num_kv_heads, page_size, layout.token_bytes or more], uint8, the bytes of a
+            head in a page contiguous; or K's and V's apart, [num_pages, num_kv_heads, page_size,
+            row bytes or more] each, rows contiguous. New pages may hold anything
     slots   [num_tokens], int64: page * page_size + place in the page, where a token's rows go; a
             negative one writes nothing
 
@@ -53,8 +53,9 @@ class PageLayout(NamedTuple):
     """Where the rows of K and V lie in pages [num_pages, num_kv_heads, page_size, token_bytes].
 
     The bytes of a head in a page are two planes without gaps: the K rows of the page's tokens, then
-    their V rows. In pages of 16 tokens or more both planes start at multiples of 16. A part of a
-    page belongs to a part of the heads, as vLLM assumes between unlike tensor parallelism.
+    their V rows. What is left of longer pages is not used. In pages of 16 tokens or more both
+    planes start at multiples of 16. A part of a page belongs to a part of the heads, as vLLM
+    assumes between unlike tensor parallelism.
 
     Attributes:
         k_format: format of K.
@@ -92,13 +93,14 @@ class PageLayout(NamedTuple):
             k_pages, v_pages = pages
             return k_pages[..., :k_bytes], v_pages[..., :v_bytes]
         num_pages, heads, size, token_bytes = pages.shape
-        if (heads, token_bytes) != (self.num_kv_heads, self.token_bytes):
+        if heads != self.num_kv_heads or token_bytes < self.token_bytes:
             raise ShapeError(
                 f"pages are {list(pages.shape)}: they must be [num_pages, {self.num_kv_heads}, "
-                f"page_size, {self.token_bytes}] for {self.k_format} and {self.v_format}"
+                f"page_size, {self.token_bytes} or more] for {self.k_format} and {self.v_format}"
             )
+        rest = token_bytes - self.token_bytes
         planes = pages.view(num_pages, heads, size * token_bytes)
-        k_rows, v_rows = planes.split([size * k_bytes, size * v_bytes], -1)
+        k_rows, v_rows, _ = planes.split([size * k_bytes, size * v_bytes, size * rest], -1)
         shape = num_pages, heads, size
         return k_rows.view(*shape, k_bytes), v_rows.view(*shape, v_bytes)
 

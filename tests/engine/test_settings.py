@@ -85,8 +85,11 @@ def test_the_bytes_are_those_of_the_rows(
     layout = Settings(*names).layout(8, 128, 128)
     assert layout.token_bytes == token_bytes
     assert sum(layout.row_bytes(16)) == token_bytes
-    with pytest.raises(ShapeError, match=rf"\[num_pages, 8, page_size, {token_bytes}\]"):
-        layout.views(torch.zeros(3, 8, 16, token_bytes + 4, dtype=torch.uint8))
+    for heads, room in ((8, token_bytes - 4), (9, token_bytes)):
+        with pytest.raises(ShapeError, match=rf"8, page_size, {token_bytes} or more\]"):
+            layout.views(torch.zeros(3, heads, 16, room, dtype=torch.uint8))
+    longer = layout.views(torch.zeros(3, 8, 16, 256, dtype=torch.uint8))
+    assert [rows.stride(2) for rows in longer] == list(layout.row_bytes(16)), "still dense"
 
 
 def test_pages_of_no_format_are_refused() -> None:
@@ -172,7 +175,7 @@ def save_plan(path: Path, *, kept: bool) -> str:
 def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
     path = save_plan(tmp_path, kept=False)
     with pytest.raises(ConfigError, match="2 pairs of formats, and pages have one"):
-        Settings.parse({"plan": path})
+        Settings.parse({"plan": path}, most_pairs=1)
     with pytest.raises(ConfigError, match="has one format beside a plan: give both, or none"):
         Settings.parse({"plan": path, "v_format": "int8"})
     settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
@@ -196,10 +199,41 @@ def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
         settings.basis(1, [3], layout)
 
 
-def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused(tmp_path: Path) -> None:
+def test_layers_have_the_formats_of_a_plan(tmp_path: Path) -> None:
+    """Pages without formats of a layer, those of a draft model too, hold the longest rows."""
+    settings = Settings.parse({"plan": save_plan(tmp_path, kept=True)})
+    assert [settings.of_layer(i).layout(2, 64, 64).token_bytes for i in range(3)] == [
+        36 + 68,
+        36 + 36,
+        128 + 128,
+    ]
+    assert settings.layout(2, 64, 64).token_bytes == 256
+    assert "K rows int4, V rows int8 in 1 layers; " in str(settings)
+    with pytest.raises(UnsupportedError, match="the plan has no layer 3"):
+        settings.of_layer(3)
+
+
+def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused_where_layers_have_one_format(
+    tmp_path: Path,
+) -> None:
     path = save_plan(tmp_path, kept=True)
     with pytest.raises(ConfigError, match=r"the plan keeps layers \[2\] in 16 bit"):
-        Settings.parse({"plan": path, "k_format": "int4", "v_format": "int4"})
+        Settings.parse({"plan": path, "k_format": "int4", "v_format": "int4"}, most_pairs=1)
+
+
+def test_layers_get_longer_rows_where_a_plan_has_too_many_pairs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Pairs become one where that adds the fewest bytes; no layer gets shorter rows than asked."""
+    plan = example_plan(7)
+    names = ["int4 int4", *3 * ["int4 int4-g4"], "int4-g4 int4", "int4 int8"]
+    pairs = [tuple(name.split()) for name in names]
+    formats = {(i, side): pair[j] for i, pair in enumerate(pairs) for j, side in enumerate("kv")}
+    settings = Settings.parse({"plan": plan.with_layer_formats(formats)})
+    assert settings.plan is not None
+    wanted = 4 * [("int4", "int4-g4")] + 2 * [("int4-g4", "int8")] + [("bf16", "bf16")]
+    assert settings.plan.formats == wanted
+    assert "the plan has 5 pairs of formats, and pages have 3" in caplog.text
 
 
 def test_heads_are_shared_out_as_vllm_does() -> None:
