@@ -223,13 +223,12 @@ def noisy_draft_model(folder: Path) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
 
 
-def with_layer_formats(path: str, names: Sequence[str]) -> str:
-    """Save a plan beside another, with a pair of formats for each layer ("int8 int4")."""
+def with_layer_formats(plan: CachePlan, names: Sequence[str], path: Path) -> str:
+    """Save a plan with a pair of formats for each layer ("int8 int4"); its path."""
     pairs = [name.split() for name in names]
     formats = {(i, side): pair[j] for i, pair in enumerate(pairs) for j, side in enumerate("kv")}
-    found = f"{path}-{'-'.join(names)}".replace(" ", "+")
-    CachePlan.load(path).with_layer_formats(formats).save(found)
-    return found
+    plan.with_layer_formats(formats).save(path)
+    return str(path)
 
 
 def make_plan(path: Path, observed: int = 1024) -> str:

@@ -98,7 +98,8 @@ def test_layers_have_formats_of_their_own(
     from vllm.config import KVTransferConfig
 
     names = ["int8 int4", "int4-g4 int4-g4", "int4-g4 int4-g4", "int8 int8"]
-    rows = {"plan": with_layer_formats(plan, names), "prompts": "rows"}
+    made = with_layer_formats(CachePlan.load(plan), names, tmp_path / "plan.safetensors")
+    rows = {"plan": made, "prompts": "rows"}
     sizes, prompts = [132 + 68, 2 * 80, 2 * 80, 2 * 132], mixed_prompts()
     with engine(rows, speculative_config=NGRAM) as llm:
         assert [calls.layer.layout.token_bytes for calls in told] == [200, 160, 160, 264]
