@@ -93,16 +93,19 @@ class PageLayout(NamedTuple):
             k_pages, v_pages = pages
             return k_pages[..., :k_bytes], v_pages[..., :v_bytes]
         num_pages, heads, size, token_bytes = pages.shape
-        if heads != self.num_kv_heads or token_bytes < self.token_bytes:
+        *of_pages, of_token, of_byte = pages.stride()
+        fits = (heads, of_token, of_byte) == (self.num_kv_heads, token_bytes, 1)
+        if not fits or token_bytes < self.token_bytes:
             raise ShapeError(
-                f"pages are {list(pages.shape)}: they must be [num_pages, {self.num_kv_heads}, "
-                f"page_size, {self.token_bytes} or more] for {self.k_format} and {self.v_format}"
+                f"pages are {list(pages.shape)} with strides {list(pages.stride())}: they must be "
+                f"[num_pages, {self.num_kv_heads}, page_size, {self.token_bytes} or more] for "
+                f"{self.k_format} and {self.v_format}, the last two axes contiguous"
             )
-        rest = token_bytes - self.token_bytes
-        planes = pages.view(num_pages, heads, size * token_bytes)
-        k_rows, v_rows, _ = planes.split([size * k_bytes, size * v_bytes, size * rest], -1)
-        shape = num_pages, heads, size
-        return k_rows.view(*shape, k_bytes), v_rows.view(*shape, v_bytes)
+        shape, v_start = (num_pages, heads, size), pages.storage_offset() + size * k_bytes
+        return (  # each layer does this in each step: here torch is called twice
+            pages.as_strided((*shape, k_bytes), (*of_pages, k_bytes, 1)),
+            pages.as_strided((*shape, v_bytes), (*of_pages, v_bytes, 1), v_start),
+        )
 
 
 class Lengths(NamedTuple):
