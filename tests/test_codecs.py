@@ -160,7 +160,7 @@ def append_to_pages(name: str, _folder: Path) -> None:
 
 def dequantize_an_engines_pages(name: str, _folder: Path) -> None:
     layout = Settings.parse({"k_format": name, "v_format": name}).layout(2, DIM, DIM)
-    pages = torch.zeros(1, layout.slots, 16, layout.slot_bytes, dtype=torch.uint8)
+    pages = torch.zeros(1, layout.num_kv_heads, 16, layout.token_bytes, dtype=torch.uint8)
     for rows in layout.views(pages):
         dequantize_pages(rows, layout.k_format, torch.arange(16), torch.float32)
 

@@ -22,9 +22,9 @@ past:
     k       [num_tokens or more, num_kv_heads, head_dim], as q
     v       [num_tokens or more, num_kv_heads, head_dim of V], as q
     out     [num_tokens or more, num_q_heads, head_dim of V], as q: written by attend
-    pages   [num_pages, layout.slots, page_size, layout.slot_bytes], uint8, slots contiguous; or K's
-            and V's apart, [num_pages, num_kv_heads, page_size, row bytes or more] each, rows
-            contiguous. New pages may hold anything
+    pages   [num_pages, num_kv_heads, page_size, layout.token_bytes or more], uint8, the bytes of a
+            head in a page contiguous; or K's and V's apart, [num_pages, num_kv_heads, page_size,
+            row bytes or more] each, rows contiguous. New pages may hold anything
     slots   [num_tokens], int64: page * page_size + place in the page, where a token's rows go; a
             negative one writes nothing
 
@@ -50,11 +50,12 @@ Pages: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
 class PageLayout(NamedTuple):
-    """Where the rows of K and V lie in pages [num_pages, slots, page_size, slot_bytes], uint8.
+    """Where the rows of K and V lie in pages [num_pages, num_kv_heads, page_size, token_bytes].
 
-    K and V rows of one length have head slots of their own: K of head 0, its V, K of head 1 ...
-    Else a slot holds the row of K, then that of V, each at a multiple of 16. In both a part of the
-    slots belongs to a part of the heads, as vLLM assumes between unlike tensor parallelism.
+    The bytes of a head in a page are two planes without gaps: the K rows of the page's tokens, then
+    their V rows. What is left of longer pages is not used. In pages of 16 tokens or more both
+    planes start at multiples of 16. A part of a page belongs to a part of the heads, as vLLM
+    assumes between unlike tensor parallelism.
 
     Attributes:
         k_format: format of K.
@@ -67,15 +68,18 @@ class PageLayout(NamedTuple):
     num_kv_heads: int
 
     @property
-    def slots(self) -> int:
-        """Head slots of a page."""
-        return (2 if self._is_even else 1) * self.num_kv_heads
+    def token_bytes(self) -> int:
+        """Bytes of a token's K and V in a head."""
+        return self.k_format.row_bytes + self.v_format.row_bytes
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a token in a slot."""
-        row_bytes = self.v_format.row_bytes
-        return row_bytes if self._is_even else self._v_start + -(-row_bytes // UNIT) * UNIT
+    def row_bytes(self, page_size: int) -> tuple[int, int]:
+        """Bytes from a row of K, and of V, to the next where K and V have pages of their own.
+
+        Rows of pages of fewer than 16 tokens are padded, so that planes start at multiples of 16.
+        """
+        unit = max(UNIT // page_size, 1)
+        k, v = (-(-fmt.row_bytes // unit) * unit for fmt in (self.k_format, self.v_format))
+        return k, v
 
     def views(self, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V rows of pages, [num_pages, num_kv_heads, page_size, row bytes] each, without a
@@ -84,26 +88,24 @@ class PageLayout(NamedTuple):
         Raises:
             ShapeError: the pages are neither of the two kinds that the module describes.
         """
+        k_bytes, v_bytes = self.k_format.row_bytes, self.v_format.row_bytes
         if not isinstance(pages, torch.Tensor):
             k_pages, v_pages = pages
-            return k_pages[..., : self.k_format.row_bytes], v_pages[..., : self.v_format.row_bytes]
-        if pages.shape[1:2] + pages.shape[3:] != (self.slots, self.slot_bytes):
+            return k_pages[..., :k_bytes], v_pages[..., :v_bytes]
+        num_pages, heads, size, token_bytes = pages.shape
+        *of_pages, of_token, of_byte = pages.stride()
+        fits = (heads, of_token, of_byte) == (self.num_kv_heads, token_bytes, 1)
+        if not fits or token_bytes < self.token_bytes:
             raise ShapeError(
-                f"pages are {list(pages.shape)}: they must be [num_pages, {self.slots}, page_size, "
-                f"{self.slot_bytes}] for {self.k_format} and {self.v_format}"
+                f"pages are {list(pages.shape)} with strides {list(pages.stride())}: they must be "
+                f"[num_pages, {self.num_kv_heads}, page_size, {self.token_bytes} or more] for "
+                f"{self.k_format} and {self.v_format}, the last two axes contiguous"
             )
-        if self._is_even:
-            return pages[:, 0::2], pages[:, 1::2]
-        start, end = self._v_start, self._v_start + self.v_format.row_bytes
-        return pages[..., : self.k_format.row_bytes], pages[..., start:end]
-
-    @property
-    def _is_even(self) -> bool:
-        return self.k_format.row_bytes == self.v_format.row_bytes
-
-    @property
-    def _v_start(self) -> int:
-        return -(-self.k_format.row_bytes // UNIT) * UNIT
+        shape, v_start = (num_pages, heads, size), pages.storage_offset() + size * k_bytes
+        return (  # each layer does this in each step: here torch is called twice
+            pages.as_strided((*shape, k_bytes), (*of_pages, k_bytes, 1)),
+            pages.as_strided((*shape, v_bytes), (*of_pages, v_bytes, 1), v_start),
+        )
 
 
 class Lengths(NamedTuple):

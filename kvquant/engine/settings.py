@@ -7,9 +7,11 @@ import os
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,16 +43,18 @@ log = logging.getLogger("kvquant")
 Rows = TypeVar("Rows")
 KEYS = ("k_format", "v_format", "plan", "prompts", "recent_len", "accept_loss")
 LATENT_KEYS = ("format", "plan", "prompts")
+MOST_PAIRS = 3  # of formats of K and V in a model: each has kernels and pages of its own
 PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The rows that a user asked for: one format of K and one of V, and bases for each layer.
+    """The rows that a user asked for: formats of K and V, and bases for each layer.
 
     Attributes:
-        k_format, v_format: short names ("int8-g8"); None for the default of a head_dim.
-        plan: bases, clip ratios and rounding of each layer and KV head; None for none.
+        k_format, v_format: short names ("int8-g8"); None for the default of a head_dim. Of the
+            layers with the longest rows where they differ: see of_layer.
+        plan: bases, clip ratios, rounding and formats of each layer; None for none.
         prompts_from_rows: whether tokens of a prompt attend to rows of one another, not to 16
             bit.
         recent_len: last tokens of a sequence to keep in 16 bit, beside its first page; 0 for none
@@ -66,18 +70,20 @@ class Settings:
     accept_loss: bool = False
 
     @classmethod
-    def parse(cls, given: Any, name: str = "settings") -> Settings:
+    def parse(cls, given: Any, name: str = "settings", *, most_pairs: int = MOST_PAIRS) -> Settings:
         """Read what a user of an engine gives.
 
         Args:
             given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file),
                 "prompts" (one of PROMPTS), "recent_len" and "accept_loss". Formats left out are the
-                default, or those that all layers of the plan have.
+                default, or those of the plan.
             name: what errors call it.
+            most_pairs: of formats in a model. Of a plan with more some layers get longer rows, but
+                for 1.
 
         Raises:
             ConfigError: a key or a format does not exist, only one of K and V has a format
-                beside a plan, or the plan's layers have several.
+                beside a plan, or the plan's layers have several and most_pairs is 1.
             FileNotFoundError: there is no such plan.
             CheckpointError: the file is damaged, or no plan.
         """
@@ -94,7 +100,10 @@ class Settings:
                 raise ConfigError(f"{name} has one format beside a plan: give both, or none")
             asked = k_format is not None
             plan = plan.with_formats(k_format, v_format) if asked else plan
-            k_format, v_format = _common_formats(plan, asked=asked)
+            if most_pairs == 1:
+                _common_formats(plan, asked=asked)
+            plan = _with_few_pairs(plan, most_pairs)
+            k_format, v_format = max(plan.formats, key=partial(_bytes_of, plan))
         recent_len = check_size("recent_len", given.get("recent_len", 0))
         if recent_len and from_rows:
             raise ConfigError(
@@ -107,7 +116,21 @@ class Settings:
         return cls(k_format, v_format, plan, from_rows, recent_len, accept_loss)
 
     def __str__(self) -> str:
-        return f"K rows {self.k_format or DEFAULT}, V rows {self.v_format or DEFAULT}"
+        counts = Counter(self.plan.formats if self.plan else [(self.k_format, self.v_format)])
+        return "; ".join(
+            f"K rows {k or DEFAULT}, V rows {v or DEFAULT}"
+            + (f" in {count} layers" if len(counts) > 1 else "")
+            for (k, v), count in counts.most_common()
+        )
+
+    def of_layer(self, layer: int) -> Settings:
+        """The same with the formats of one layer; UnsupportedError if the plan has no such one."""
+        if self.plan is None:
+            return self
+        k_format, v_format = self.plan.formats[_place(self.plan, layer)]
+        if (k_format, v_format) == (self.k_format, self.v_format):
+            return self
+        return replace(self, k_format=k_format, v_format=v_format)
 
     def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
         """The layout of a layer's pages; ConfigError if no format has this head_dim."""
@@ -359,6 +382,51 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
         f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
         f"give {'format' if plan.is_latent else 'k_format and v_format'} beside the plan"
     )
+
+
+def _bytes_of(plan: CachePlan, pair: tuple[str, str]) -> int:
+    """Of a token in a head, in rows of a pair of formats."""
+    dims = plan.head_dim, plan.tensors["v.offset"].shape[2]
+    return sum(RowFormat.parse(*one).row_bytes for one in zip(pair, dims, strict=True))
+
+
+def _with_few_pairs(plan: CachePlan, most: int) -> CachePlan:
+    """The plan with so many pairs of formats at most: longer rows where it has more.
+
+    Two pairs become one with the longer K and the longer V, those first that add the fewest bytes.
+    """
+    counts = Counter(plan.formats)
+    taken = {pair: pair for pair in counts}
+    size = partial(_bytes_of, plan)
+
+    def joined(*pairs: tuple[str, str]) -> tuple[str, str]:
+        k, v = ({size((name, name)): name for name in names} for names in zip(*pairs, strict=True))
+        return k[max(k)], v[max(v)]
+
+    def added(pairs: tuple[tuple[str, str], ...]) -> int:
+        return sum(counts[pair] * (size(joined(*pairs)) - size(pair)) for pair in pairs)
+
+    while len(counts) > most:
+        pairs = min(combinations(counts, 2), key=added)
+        both, layers = joined(*pairs), sum(counts.pop(pair) for pair in pairs)
+        counts[both] += layers
+        taken = {asked: both if pair in pairs else pair for asked, pair in taken.items()}
+    if all(asked == pair for asked, pair in taken.items()):
+        return plan
+    found = plan.with_layer_formats(
+        {
+            (i, side): name
+            for i, asked in enumerate(plan.formats)
+            for side, name in zip("kv", taken[asked], strict=True)
+            if asked != taken[asked]
+        }
+    )
+    log.warning(
+        "kvquant: the plan has %d pairs of formats, and pages have %d: some layers get longer "
+        "rows, %.2f bits per element in place of %.2f",
+        *(len(taken), len(counts), found.bits, plan.bits),
+    )
+    return found
 
 
 @lru_cache

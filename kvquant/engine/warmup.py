@@ -93,12 +93,11 @@ class StepCalls(LayerCalls[LayerRows]):
     """The calls of a layer with keys and values.
 
     Attributes:
-        row_bytes: from one row to the next, of K and of V, if the engine keeps them in two
-            tensors of [slots, num_kv_heads, bytes]; None for pages of PageLayout.
+        is_apart: whether K and V have pages of their own, of PageLayout.row_bytes.
         recent_len: last tokens in 16 bit, beside the first page; 0 for none.
     """
 
-    row_bytes: tuple[int, int] | None = None
+    is_apart: bool = False
     recent_len: int = 0
 
     def _kind_of_rows(self) -> Hashable:
@@ -141,11 +140,11 @@ class StepCalls(LayerCalls[LayerRows]):
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.uint8, device="meta")
 
-        count, size = self._max_pages, self.page_size
-        if self.row_bytes is None:
-            return empty(count, layout.slots, size, layout.slot_bytes)
-        k, v = (empty(count, size, layout.num_kv_heads, n) for n in self.row_bytes)
-        return k.transpose(1, 2), v.transpose(1, 2)
+        shape = self._max_pages, layout.num_kv_heads, self.page_size
+        if not self.is_apart:
+            return empty(*shape, layout.token_bytes)
+        k_bytes, v_bytes = layout.row_bytes(self.page_size)
+        return empty(*shape, k_bytes), empty(*shape, v_bytes)
 
 
 def runs_on(capability: Sequence[int]) -> bool:

@@ -187,6 +187,11 @@ def _problems(runner: Any, parts: Sequence[Any]) -> Iterator[str]:
         yield (
             "kvquant has no backend for drafted tokens in SGLang: leave --speculative-algorithm out"
         )
+    if runner.server_args.disaggregation_mode != "null" and runner.page_size > 1:
+        yield (
+            "disaggregation moves single tokens, and kvquant's pages move as a whole: give "
+            "--page-size 1, or leave --disaggregation-mode out"
+        )
     graphs = get_exec().graph.cuda_graph_config
     if graphs is not None and graphs.prefill.backend == Backend.FULL:
         yield (

@@ -21,7 +21,7 @@ from ..errors import UnsupportedError, refuse
 from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
 from .environment import settings
-from .pool import pages_of, row_bytes
+from .pool import pages_of
 
 
 def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
@@ -114,8 +114,8 @@ def _without_window(runner: Any) -> str | None:
     given = runner.server_args
     if runner.page_size < 4:
         return "pages of --page-size 1 and 2 hold less than 4 first tokens (give 16)"
-    if given.enable_hierarchical_cache or given.disaggregation_mode != "null":
-        return "SGLang's host cache and disaggregation write pages without 16-bit rows"
+    if given.enable_hierarchical_cache:
+        return "SGLang's host cache writes pages without 16-bit rows"
     if given.enable_two_batch_overlap:
         return "--enable-two-batch-overlap runs two steps at a time"
     return None
@@ -138,7 +138,7 @@ def calls_of(runner: Any, rows: dict[int, LayerRows]) -> list[StepCalls]:
                 runner.model_config.context_len,
                 runner.req_to_token_pool.size,
                 most if most > 0 else schedule.max_prefill_tokens,
-                row_bytes=row_bytes(one.layout),
+                is_apart=True,
                 recent_len=one.window.window.split.recent_len if one.window else 0,
             )
         )

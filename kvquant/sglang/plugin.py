@@ -112,7 +112,8 @@ def _cell_size(
         return found
     model = configurator.model_config
     in_16_bit: int = (model.head_dim + model.v_head_dim) * configurator.kv_cache_dtype.itemsize
-    return found // in_16_bit * _bytes_of_head(model.head_dim, model.v_head_dim)
+    page_size = configurator.page_size
+    return found // in_16_bit * _bytes_of_head(model.head_dim, model.v_head_dim, page_size)
 
 
 def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **more: Any) -> None:
@@ -122,16 +123,15 @@ def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **mo
         return
     from sglang.srt.runtime_context import get_parallel
 
-    model, ranks = configurator.model_config, get_parallel().attn_tp_size
-    full = _bytes_of_head(model.head_dim, model.v_head_dim)
-    window = _bytes_of_head(model.swa_head_dim, model.swa_v_head_dim)
+    model, page_size = configurator.model_config, configurator.page_size
+    ranks = get_parallel().attn_tp_size
+    full = _bytes_of_head(model.head_dim, model.v_head_dim, page_size)
+    window = _bytes_of_head(model.swa_head_dim, model.swa_v_head_dim, page_size)
     sizes._full_per_token = model.get_num_kv_heads(ranks) * full
     sizes._swa_per_token = model.get_swa_num_kv_heads(ranks) * window
     sizes._recompute_cell_size()
 
 
-def _bytes_of_head(head_dim: int, v_head_dim: int) -> int:
+def _bytes_of_head(head_dim: int, v_head_dim: int, page_size: int) -> int:
     """Bytes of a token's K and V in one head."""
-    from .pool import row_bytes
-
-    return sum(row_bytes(settings().layout(1, head_dim, v_head_dim)))
+    return sum(settings().layout(1, head_dim, v_head_dim).row_bytes(page_size))

@@ -1,9 +1,9 @@
 """SGLang's memory pool of K and V, with rows in place of elements.
 
-SGLang takes the bytes of a row for the elements of a head, so whatever moves tokens moves rows.
+SGLang takes the bytes of a row for the elements of a head, so whatever moves pages moves rows.
 
-    SGLang    [slots, num_kv_heads, head_dim], the model's dtype
-    here      [slots, num_kv_heads, row bytes, up to a multiple of 16], uint8
+    SGLang    [pages, page_size, num_kv_heads, head_dim], the model's dtype
+    here      [pages, num_kv_heads, page_size, row bytes] in the same memory, uint8
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..engine.contract import UNIT, PageLayout, Pages
+from ..engine.contract import Pages
 from ..errors import UnsupportedError, missing_extra
 from .environment import settings
 
@@ -20,12 +20,6 @@ try:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 except ImportError as error:
     raise missing_extra("rows in SGLang's pool need SGLang", "sglang", error) from error
-
-
-def row_bytes(layout: PageLayout) -> tuple[int, int]:
-    """Bytes of a row of K and of V, padded to multiples of 16, as CUDA reads them."""
-    k, v = (-(-fmt.row_bytes // UNIT) * UNIT for fmt in (layout.k_format, layout.v_format))
-    return k, v
 
 
 class RowsPool(MHATokenToKVPool):
@@ -56,7 +50,7 @@ class RowsPool(MHATokenToKVPool):
         heads = swa_head_num or head_num
         k_size = swa_head_dim or head_dim
         self.layout = settings().layout(heads, k_size, swa_v_head_dim or v_head_dim or k_size)
-        k_bytes, v_bytes = row_bytes(self.layout)
+        k_bytes, v_bytes = self.layout.row_bytes(page_size)
         super().__init__(
             size, page_size, torch.uint8, heads, k_bytes, *args, v_head_dim=v_bytes, **options
         )
@@ -75,7 +69,7 @@ def pages_of(pool: Any, layer_id: int) -> Pages:
     """A layer's pages of K and V in a RowsPool or an SWAKVPool, as in the engine contract."""
     size: int = pool.page_size
     k, v = (
-        buffer[: len(buffer) // size * size].unflatten(0, (-1, size)).transpose(1, 2)
+        buffer[: len(buffer) // size * size].view(-1, buffer.shape[1], size, buffer.shape[2])
         for buffer in pool.get_kv_buffer(layer_id)
     )
     return k, v

@@ -150,6 +150,7 @@ class KVQuantBackend(RowsBackend):
 
     kind_of_settings = Settings
     forward_includes_kv_cache_update = False
+    own: ClassVar[Settings | None] = None  # of layers with pages of their own size
 
     @staticmethod
     def get_impl_cls() -> type[KVQuantImpl]:
@@ -161,8 +162,9 @@ class KVQuantBackend(RowsBackend):
 
     @classmethod
     def room_of_rows(cls, spec: AttentionSpec) -> dict[str, int]:
-        layout = cls.settings.layout(spec.num_kv_heads, spec.head_size, spec.head_size_v)
-        return {"num_head_slots": layout.slots, "state_content_bytes": layout.slot_bytes}
+        settings = cls.own or cls.settings
+        layout = settings.layout(spec.num_kv_heads, spec.head_size, spec.head_size_v)
+        return {"state_content_bytes": layout.token_bytes}
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -189,6 +191,14 @@ def backend_of(kind: type[Backend], name: str, request: Request) -> type[Backend
     known = {"request": request, "settings": asked, "name": name}
     known |= {"__module__": PLUGIN, "__qualname__": name}  # else of its metaclass: "abc"
     return type(kind.__name__, (kind,), known)
+
+
+@lru_cache
+def with_pages_of(backend: type[Backend], k_format: str, v_format: str) -> type[Backend]:
+    """A backend whose pages have room for rows of these formats alone."""
+    own = replace(backend.settings, k_format=k_format, v_format=v_format)
+    known = {"own": own, "__module__": backend.__module__, "__qualname__": backend.__qualname__}
+    return type(backend.__name__, (backend,), known)
 
 
 @hook("vllm")
@@ -230,6 +240,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         self.most_queries = self.reorder_batch_threshold + self.is_draft
         warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
         tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
+        self._tell_padding()
 
     def _calls(self, layer: Attention) -> StepCalls:
         given = layer.impl.rows, layer.num_heads, self.most_queries
@@ -253,6 +264,18 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             lens = common_attn_metadata.seq_lens.cpu()
         return self._describe(common_attn_metadata, lens)
 
+    def _tell_padding(self) -> None:
+        """Log what pages cost that are as large as the largest of the model."""
+        spec, rows = self.kv_cache_spec, [layer.impl.rows for layer in self._layers]
+        used = sum(one.layout.num_kv_heads * one.layout.token_bytes for one in rows)
+        share = 1 - used * spec.block_size / (len(rows) * spec.page_size_bytes)
+        if share > 0:
+            logger.info_once(
+                "kvquant: pages of %d layers are as large as the model's largest: %.0f %% of their "
+                "bytes hold no rows",
+                *(len(rows), 100 * share),
+            )
+
     def _reserve(self, layer: Attention) -> bool:
         """Whether a layer has 16-bit rows; those with local chunks have none."""
         found: bool = not hasattr(layer, "attention_chunk_size") and layer.impl.reserve(self.device)
@@ -260,8 +283,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     def _begin_window(self, max_pages: int) -> Window | None:
         """Give the layers, which have pages now, their 16-bit rows."""
-        impls = [layer.impl for layer in self._layers]
-        if not all(self._reserve(layer) for layer in self._layers):
+        impls = [layer.impl for layer in self._layers if self._reserve(layer)]
+        if not impls:  # layers of 16-bit rows have none, nor those with local chunks
             return None
         scheduler, size = self.vllm_config.scheduler_config, self.kv_cache_spec.block_size
         window = Window(
@@ -363,7 +386,8 @@ def _rows_of(
     """The rows of a layer on this rank."""
     settings, impl = layer.attn_backend.settings, layer.impl
     refuse(UnsupportedError, _problems(layer))
-    layout = settings.layout(layer.num_kv_heads, layer.head_size, layer.head_size_v)
+    impl.own = settings_of(name, layer)
+    layout = impl.own.layout(layer.num_kv_heads, layer.head_size, layer.head_size_v)
     basis = basis_of(name, layer, vllm_config, _heads_of(vllm_config), layout)
     basis = basis and basis.to(device)
     causal = causal_attention_of(impl, layer.head_size_v, device)
@@ -371,21 +395,34 @@ def _rows_of(
     return LayerRows(layout, impl.scale, basis, *rest)
 
 
+def settings_of(name: str, layer: Any) -> Settings:
+    """The settings with a layer's own formats; UnsupportedError if the plan has no such layer."""
+    settings: Settings = layer.attn_backend.settings
+    if settings.plan is None or layer.impl.is_draft:  # plans are of the model that is served
+        return settings
+    return settings.of_layer(extract_layer_index(name))
+
+
+def takes_unlike_pages(vllm_config: VllmConfig) -> bool:
+    """Whether pages of layers may differ: vLLM takes them where all layers attend alike."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    return len({(type(layer), getattr(layer, "sliding_window", None)) for layer in layers}) == 1
+
+
 def basis_of(name: str, layer: Any, vllm_config: VllmConfig, *given: Any) -> LayerBasis | None:
     """The basis of a layer, on the CPU; given: what settings.basis takes beside the layer."""
     settings = layer.attn_backend.settings
-    if settings.plan is None or layer.impl.is_draft:  # plans are of the model that is served
+    if settings.plan is None or layer.impl.is_draft:
         return None
     settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
     found: LayerBasis | None = settings.basis(extract_layer_index(name), *given)
     return found
 
 
-def probable_bases(settings: Any, impl: Any, *given: Any) -> list[LayerBasis | None]:
-    """The bases that a layer may have, which does not know its name yet; given: as basis_of."""
-    if settings.plan is None or impl.is_draft:
-        return [None]
-    return [settings.basis(place, *given) for place in settings.plan.places]
+def probable_places(settings: Any, impl: Any) -> Sequence[int | None]:
+    """The layers of the plan that a layer, which does not know its name yet, may be."""
+    places: list[int] | None = None if impl.is_draft or not settings.plan else settings.plan.places
+    return places or [None]
 
 
 def _problems(layer: Attention) -> Iterator[str]:
@@ -488,6 +525,7 @@ class KVQuantImpl(AttentionImpl[Step]):
 
     Attributes:
         rows: of the layer, from the builder, once the model is loaded.
+        own: the settings, with the layer's own formats once the model is loaded.
         is_draft: whether the layer is of a draft model (EAGLE and MTP heads, too).
     """
 
@@ -517,31 +555,46 @@ class KVQuantImpl(AttentionImpl[Step]):
         self.longest = config.model_config.max_model_len
         self.config, self.room = config, None
         self.recent_len = 0
+        self.own: Settings = backend_of(KVQuantBackend, OURS[0], request_of(config)).settings
         if attn_type == AttentionType.DECODER:
             begin_to_compile(config, self)
 
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[StepCalls]:
-        """The layer's calls for each basis that it may have.
+        """The layer's calls for each layer of the plan that it may be.
 
         queries is the most that a decoding sequence has: 1, and its drafted tokens.
         """
-        settings = backend_of(KVQuantBackend, OURS[0], request_of(vllm_config)).settings
-        layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
-        variant = self.variant(torch.device("cpu"))
-        heads = _heads_of(vllm_config)
-        for basis in probable_bases(settings, self, heads, layout):
-            rows = LayerRows(layout, self.scale, basis, variant, settings.prompts_from_rows)
+        variant, heads = self.variant(torch.device("cpu")), _heads_of(vllm_config)
+        for place in probable_places(self.own, self):
+            own = self.own if place is None else self.own.of_layer(place)
+            layout = own.layout(self.num_kv_heads, self.head_size, self.head_size)
+            basis = None if place is None else own.basis(place, heads, layout)
+            rows = LayerRows(layout, self.scale, basis, variant, own.prompts_from_rows)
             calls = calls_of(StepCalls, vllm_config, rows, self.num_heads, queries + self.is_draft)
-            yield replace(calls, recent_len=self.window_len(torch.device("cuda")))
+            yield replace(calls, recent_len=self.window_len(own))
 
-    def window_len(self, device: torch.device) -> int:
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give the layer, which has a name now, pages as large as its own rows if vLLM takes them.
+
+        It makes pages after this.
+        """
+        for name, layer in get_layers_from_vllm_config(self.config, Attention).items():
+            if layer.impl is not self:
+                continue
+            with suppress(UnsupportedError):  # the builder names the layer, and the reason
+                self.own = settings_of(name, layer)
+            backend = layer.attn_backend
+            if backend.own is None and self.own is not backend.settings:
+                if takes_unlike_pages(self.config):
+                    formats = self.own.k_format, self.own.v_format
+                    layer.attn_backend = with_pages_of(backend, *formats)
+
+    def window_len(self, settings: Settings) -> int:
         """How many last tokens the layer keeps in 16 bit."""
         if self.is_draft:
             return 0
-        settings = backend_of(KVQuantBackend, OURS[0], request_of(self.config)).settings
         layout = settings.layout(self.num_kv_heads, self.head_size, self.head_size)
-        found: int = settings.window_len(layout, _without_window(self.config))
-        return found
+        return settings.window_len(layout, _without_window(self.config))
 
     def reserve(self, device: torch.device) -> bool:
         """Take the memory of the layer's 16-bit rows, if it has any; whether it has.
@@ -550,7 +603,7 @@ class KVQuantImpl(AttentionImpl[Step]):
         """
         if self.room is not None:
             return True
-        config, self.recent_len = self.config, self.window_len(device)
+        config, self.recent_len = self.config, self.window_len(self.own)
         if not self.recent_len:
             return False
         tokens = min(config.cache_config.block_size, LONGEST_PAGE) + self.recent_len

@@ -51,7 +51,7 @@ from .backend import (
     check_request,
     is_draft,
     odd_cache_dtype,
-    probable_bases,
+    probable_places,
     request_of,
     tell_rows,
 )
@@ -197,7 +197,8 @@ class KVQuantLatentImpl(MLACommonImpl[LatentMetadata]):  # type: ignore[misc]
     def probable_calls(self, vllm_config: VllmConfig, queries: int) -> Iterator[LatentCalls]:
         settings = backend_of(KVQuantLatentBackend, OURS[0], request_of(vllm_config)).settings
         fmt = settings.layout(self.kv_lora_rank, self.qk_rope_head_dim)
-        for basis in probable_bases(settings, self):
+        for place in probable_places(settings, self):
+            basis = None if place is None else settings.basis(place)
             rows = LatentRows(fmt, self.scale, basis, settings.prompts_from_rows)
             yield calls_of(LatentCalls, vllm_config, rows, self.num_heads, queries)
 

@@ -76,7 +76,7 @@ class Prompts:
         self.table = torch.zeros(len(counts), max(pages), dtype=torch.int32, device="cuda")
         for row, part in zip(self.table, order.split(pages), strict=True):
             row[: len(part)] = part
-        shape = sum(pages), layout.slots, PAGE, layout.slot_bytes
+        shape = sum(pages), layout.num_kv_heads, PAGE, layout.token_bytes
         self.pages = torch.zeros(shape, dtype=torch.uint8, device="cuda")
         self.plain = torch.zeros(
             2, sum(pages), PAGE, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda"

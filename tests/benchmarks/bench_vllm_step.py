@@ -78,7 +78,7 @@ def our_time(
     num_q_heads, num_kv_heads = heads
     layer = LayerRows(Settings(fmt, fmt).layout(num_kv_heads, HEAD_DIM, HEAD_DIM), SCALE)
     layout = layer.layout
-    shape = batch * (TOKENS // PAGE), layout.slots, PAGE, layout.slot_bytes
+    shape = batch * (TOKENS // PAGE), layout.num_kv_heads, PAGE, layout.token_bytes
     calls: list[Call] = []
     error = 0.0
     copies = 1

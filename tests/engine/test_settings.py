@@ -16,17 +16,21 @@ from kvquant.engine.settings import LatentSettings, Settings, rank_heads, tell_s
 @pytest.mark.parametrize(
     "names", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int4", "bf16"), ("int3", "int2")]
 )
-def test_pages_hold_the_rows_of_both_sides_aligned_and_apart(names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_pages_hold_the_rows_of_both_sides_aligned_and_apart(
+    names: tuple[str, str], page_size: int
+) -> None:
     layout = Settings(*names).layout(2, 128, 64)
-    pages = torch.full((5, layout.slots, 32, layout.slot_bytes), 255, dtype=torch.uint8)
+    pages = torch.full((5, 2, page_size, layout.token_bytes), 255, dtype=torch.uint8)
     k_rows, v_rows = layout.views(pages)
-    assert k_rows.shape == (5, 2, 32, layout.k_format.row_bytes)
-    assert v_rows.shape == (5, 2, 32, layout.v_format.row_bytes)
+    assert k_rows.shape == (5, 2, page_size, layout.k_format.row_bytes)
+    assert v_rows.shape == (5, 2, page_size, layout.v_format.row_bytes)
+    assert k_rows.numel() + v_rows.numel() == pages.numel(), "no byte is of neither"
     for rows, fmt in ((k_rows, layout.k_format), (v_rows, layout.v_format)):
         assert rows.untyped_storage().data_ptr() == pages.untyped_storage().data_ptr()
         starts = rows.data_ptr() - pages.data_ptr(), rows.stride(0), rows.stride(1)
         assert not any(start % 16 for start in starts)  # as the CUDA kernels want pages
-        assert rows.stride(2) % min(fmt.alignment, 16) == 0  # and rows
+        assert rows.stride(2) == fmt.row_bytes  # without gaps, as they copy them fastest
     k_rows.fill_(0)
     assert bool((v_rows == 255).all()) and not k_rows.any(), "they share no byte"
 
@@ -35,10 +39,10 @@ def test_pages_hold_the_rows_of_both_sides_aligned_and_apart(names: tuple[str, s
     "names", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int3", "int3"), ("int3", "int2")]
 )
 def test_a_part_of_a_page_is_the_page_of_a_part_of_the_heads(names: tuple[str, str]) -> None:
-    """vLLM moves pages between engines of unlike tensor parallelism by cutting their head slots."""
+    """vLLM moves pages between engines of unlike tensor parallelism by cutting their heads."""
     page_size, heads = 16, 4
     whole = Settings(*names).layout(heads, 128, 128)
-    pages = torch.zeros(3, whole.slots, page_size, whole.slot_bytes, dtype=torch.uint8)
+    pages = torch.zeros(3, heads, page_size, whole.token_bytes, dtype=torch.uint8)
     k, v = torch.randn(2, 3 * page_size, heads, 128)
     slots = torch.arange(len(k))
     append_rows(k, v, *whole.views(pages), slots, whole.k_format, whole.v_format)
@@ -66,15 +70,39 @@ def test_rows_of_2_bits_are_warned_of(
     assert len(caplog.records) == 1 + ("int2" in names)
 
 
-def test_the_bytes_are_those_of_the_rows() -> None:
-    even, uneven = Settings("int4-g4", "int4-g4").layout(8, 128, 128), Settings("int8", "int4-g4")
-    assert (even.slots, even.slot_bytes) == (16, 80)
-    assert (uneven.layout(8, 128, 128).slots, uneven.layout(8, 128, 128).slot_bytes) == (8, 224)
-    with pytest.raises(ShapeError, match=r"they must be \[num_pages, 16, page_size, 80\]"):
-        even.views(torch.zeros(3, 8, 16, 160, dtype=torch.uint8))
+@pytest.mark.parametrize(
+    ("names", "token_bytes"),
+    [
+        ((None, None), 240),
+        (("int4-g4", "int4-g4"), 160),
+        (("int8", "int4-g4"), 212),
+        (("int4", "int3"), 120),
+    ],
+)
+def test_the_bytes_are_those_of_the_rows(
+    names: tuple[str | None, str | None], token_bytes: int
+) -> None:
+    layout = Settings(*names).layout(8, 128, 128)
+    assert layout.token_bytes == token_bytes
+    assert sum(layout.row_bytes(16)) == token_bytes
+    for heads, room in ((8, token_bytes - 4), (9, token_bytes)):
+        with pytest.raises(ShapeError, match=rf"8, page_size, {token_bytes} or more\]"):
+            layout.views(torch.zeros(3, heads, 16, room, dtype=torch.uint8))
+    longer = layout.views(torch.zeros(3, 8, 16, 256, dtype=torch.uint8))
+    assert [rows.stride(2) for rows in longer] == list(layout.row_bytes(16)), "still dense"
+
+
+def test_pages_of_no_format_are_refused() -> None:
     for dims in ((32, 64), (64, 320), (72, 64)):
         with pytest.raises(ConfigError, match=r"head_dim (32|320|72) is"):
-            uneven.layout(8, *dims)
+            Settings("int8", "int4-g4").layout(8, *dims)
+
+
+def test_pages_whose_heads_are_not_contiguous_are_refused() -> None:
+    layout = Settings("int8", "int8").layout(2, 128, 128)
+    tokens_first = torch.zeros(3, 16, 2, layout.token_bytes, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="the last two axes contiguous"):
+        layout.views(tokens_first.transpose(1, 2))
 
 
 PROMPTS = "'8-bit': it may be one of ('16-bit', 'rows')"
@@ -146,7 +174,7 @@ def save_plan(path: Path, *, kept: bool) -> str:
 def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
     path = save_plan(tmp_path, kept=False)
     with pytest.raises(ConfigError, match="2 pairs of formats, and pages have one"):
-        Settings.parse({"plan": path})
+        Settings.parse({"plan": path}, most_pairs=1)
     with pytest.raises(ConfigError, match="has one format beside a plan: give both, or none"):
         Settings.parse({"plan": path, "v_format": "int8"})
     settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
@@ -170,10 +198,41 @@ def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
         settings.basis(1, [3], layout)
 
 
-def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused(tmp_path: Path) -> None:
+def test_layers_have_the_formats_of_a_plan(tmp_path: Path) -> None:
+    """Pages without formats of a layer, those of a draft model too, hold the longest rows."""
+    settings = Settings.parse({"plan": save_plan(tmp_path, kept=True)})
+    assert [settings.of_layer(i).layout(2, 64, 64).token_bytes for i in range(3)] == [
+        36 + 68,
+        36 + 36,
+        128 + 128,
+    ]
+    assert settings.layout(2, 64, 64).token_bytes == 256
+    assert "K rows int4, V rows int8 in 1 layers; " in str(settings)
+    with pytest.raises(UnsupportedError, match="the plan has no layer 3"):
+        settings.of_layer(3)
+
+
+def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused_where_layers_have_one_format(
+    tmp_path: Path,
+) -> None:
     path = save_plan(tmp_path, kept=True)
     with pytest.raises(ConfigError, match=r"the plan keeps layers \[2\] in 16 bit"):
-        Settings.parse({"plan": path, "k_format": "int4", "v_format": "int4"})
+        Settings.parse({"plan": path, "k_format": "int4", "v_format": "int4"}, most_pairs=1)
+
+
+def test_layers_get_longer_rows_where_a_plan_has_too_many_pairs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Pairs become one where that adds the fewest bytes; no layer gets shorter rows than asked."""
+    plan = example_plan(7)
+    names = ["int4 int4", *3 * ["int4 int4-g4"], "int4-g4 int4", "int4 int8"]
+    pairs = [tuple(name.split()) for name in names]
+    formats = {(i, side): pair[j] for i, pair in enumerate(pairs) for j, side in enumerate("kv")}
+    settings = Settings.parse({"plan": plan.with_layer_formats(formats)})
+    assert settings.plan is not None
+    wanted = 4 * [("int4", "int4-g4")] + 2 * [("int4-g4", "int8")] + [("bf16", "bf16")]
+    assert settings.plan.formats == wanted
+    assert "the plan has 5 pairs of formats, and pages have 3" in caplog.text
 
 
 def test_heads_are_shared_out_as_vllm_does() -> None:

@@ -118,7 +118,7 @@ class Engine:
             )
             for window in model.windows
         ]
-        shape = LAYERS, num_pages, layout.slots, page_size, layout.slot_bytes
+        shape = LAYERS, num_pages, layout.num_kv_heads, page_size, layout.token_bytes
         self.pages = torch.full(shape, 255, dtype=torch.uint8)  # NaN in all formats
         self.free = torch.randperm(num_pages).tolist()
         self.preempted = self.steps = self.mixed = 0

@@ -80,22 +80,20 @@ def test_what_is_launched_was_told(
     """Also beside tokens in 16 bit."""
     layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
     layout = layer.layout
-    pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
+    pages = torch.zeros(200, layout.num_kv_heads, PAGE, layout.token_bytes, dtype=torch.uint8)
     check_told(calls(layer, recent_len=recent_len), pages, cuda)
 
 
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("formats", [("int8", "int8"), ("int8", "int4-g4"), ("int4", "int2")])
 def test_what_is_launched_with_k_and_v_apart_was_told(
     formats: tuple[str, str], page: int, cuda: FakeDriver
 ) -> None:
-    """SGLang keeps K and V apart and pads rows: CUDA reads no small pages without padding."""
+    """SGLang keeps K and V apart. CUDA reads no small pages without padding."""
     layout = Settings(*formats).layout(HEADS, DIM, DIM)
-    k, v = (-(-fmt.row_bytes // 16) * 16 for fmt in (layout.k_format, layout.v_format))
-    pages = tuple(
-        torch.zeros(200, page, HEADS, n, dtype=torch.uint8).transpose(1, 2) for n in (k, v)
-    )
-    check_told(calls(LayerRows(layout, 0.1), page_size=page, row_bytes=(k, v)), pages, cuda)
+    shape = 200, HEADS, page
+    pages = tuple(torch.zeros(*shape, n, dtype=torch.uint8) for n in layout.row_bytes(page))
+    check_told(calls(LayerRows(layout, 0.1), page_size=page, is_apart=True), pages, cuda)
 
 
 def check_told(planned: StepCalls, pages: Any, cuda: FakeDriver) -> None:

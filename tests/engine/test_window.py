@@ -39,7 +39,7 @@ class Engine:
         self.window = Window(split, num_slots, num_pages, 8, 512, WIDTH, "cpu")
         rows = WindowRows.of(self.window, layout, torch.bfloat16)
         self.layer = LayerRows(layout, SCALE, window=rows, **layer)
-        shape = num_pages, layout.slots, PAGE, layout.slot_bytes
+        shape = num_pages, layout.num_kv_heads, PAGE, layout.token_bytes
         self.pages = torch.full(shape, 255, dtype=torch.uint8)
         self.drafts, self.free = drafts, list(range(1, num_pages))
         self.cached: dict[tuple[int, ...], int] = {}  # full pages, by all tokens up to their end

@@ -302,8 +302,7 @@ def test_where_first_pages_cannot_be_in_16_bit(monkeypatch: pytest.MonkeyPatch) 
     asked = Settings.parse({"k_format": "int8", "v_format": "int4-g4", "recent_len": 8})
     for name, value, words in (
         ("page_size", 2, "hold less than 4 first tokens"),
-        ("enable_hierarchical_cache", True, "write pages without 16-bit rows"),
-        ("disaggregation_mode", "decode", "write pages without 16-bit rows"),
+        ("enable_hierarchical_cache", True, "writes pages without 16-bit rows"),
         ("enable_two_batch_overlap", True, "runs two steps at a time"),
     ):
         runner = served(2 if name == "page_size" else 16, parts=1).runner
@@ -315,20 +314,54 @@ def test_where_first_pages_cannot_be_in_16_bit(monkeypatch: pytest.MonkeyPatch) 
             assert_refused(ConfigError, (partial(RowsAttention, runner), words))
 
 
-def test_slots_keep_their_rows_in_host_memory() -> None:
-    """SGLang's copy to host memory and back; 2 heads of 64 elements: 72 and 40 bytes, in 16s."""
+@pytest.mark.parametrize(
+    ("page_size", "k_bytes", "v_bytes"), [(16, 68, 40), (4, 68, 40), (1, 80, 48)]
+)
+def test_pages_cost_the_bytes_of_their_rows(
+    page_size: int, k_bytes: int, v_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads of 128 and 64 elements in int4 and int4-g2, of 68 and 40 bytes."""
+    from kvquant.sglang import pool
+
+    asked = Settings.parse({"k_format": "int4", "v_format": "int4-g2"})
+    for module in (plugin, pool):
+        monkeypatch.setattr(module, "settings", lambda: asked)
+    made = pool.RowsPool(
+        ROOM, page_size, torch.float32, KV_HEADS, 128, 2, "cpu", False, v_head_dim=64
+    )
+    size = plugin._bytes_of_head(128, 64, page_size)
+    assert size == k_bytes + v_bytes
+    assert sum(made.get_kv_size_bytes()) == (ROOM + page_size) * 2 * KV_HEADS * size
+    for pages, row_bytes in zip(pool.pages_of(made, 1), (k_bytes, v_bytes), strict=True):
+        assert pages.shape == (ROOM // page_size + 1, KV_HEADS, page_size, row_bytes)
+        assert not any(stride % 16 for stride in pages.stride()[:2])  # as CUDA kernels want pages
+
+
+def test_whole_pages_keep_their_rows_in_host_memory() -> None:
+    """SGLang's copy to host memory and back."""
     from kvquant.sglang.pool import pages_of
 
-    one = served(16, parts=1)
-    pool = one.runner.token_to_kv_pool
-    assert sum(pool.get_kv_size_bytes()) == (ROOM + 16) * 2 * KV_HEADS * (80 + 48)
+    pool = served(16, parts=1).runner.token_to_kv_pool
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.random_(0, 256)
-    before, after = torch.tensor([5, 40, 6]), torch.tensor([20, 21, 22])
-    kept = [pages.transpose(1, 2).flatten(0, 1)[before].clone() for pages in pages_of(pool, 1)]
-    pool.load_cpu_copy(pool.get_cpu_copy(before), after)
+    before, after = (16 * torch.tensor(at)[:, None] + torch.arange(16) for at in ([5, 9], [20, 3]))
+    kept = [pages[[5, 9]].clone() for pages in pages_of(pool, 1)]
+    pool.load_cpu_copy(pool.get_cpu_copy(before.flatten()), after.flatten())
     for pages, rows in zip(pages_of(pool, 1), kept, strict=True):
-        assert torch.equal(pages.transpose(1, 2).flatten(0, 1)[after], rows)
+        assert torch.equal(pages[[20, 3]], rows)
+
+
+def test_disaggregation_moves_tokens_out_of_pages() -> None:
+    from kvquant.sglang.backend import RowsAttention
+
+    for page_size in (1, 16):
+        runner = served(page_size, parts=1).runner
+        runner.server_args.disaggregation_mode = "decode"
+        if page_size == 1:
+            RowsAttention(runner)
+            continue
+        words = "disaggregation moves single tokens.* give --page-size 1"
+        assert_refused(UnsupportedError, (partial(RowsAttention, runner), words))
 
 
 def test_layers_are_refused_at_the_start() -> None:
@@ -439,6 +472,7 @@ def configurator(**changes: Any) -> Any:
         get_swa_num_kv_heads=lambda ranks: 4 // ranks,
     )
     given = {"is_draft_worker": False, "use_mla_backend": False, "kv_cache_dtype": torch.bfloat16}
+    given["page_size"] = 16
     return SimpleNamespace(model_config=model, **{**given, **changes})
 
 
@@ -454,15 +488,15 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_bytes_of_tokens(backends: list[str]) -> None:
-    """K int8 and V int4-g4: 80 and 48 bytes with 64 elements, 144 and 80 with 128."""
+    """K int8 and V int4-g4: 68 and 48 bytes with 64 elements, 132 and 80 with 128."""
 
     def in_16_bit(sizes: Any, configurator: Any, num_layers: int) -> int:
         return num_layers * 4 * (64 + 64) * 2
 
-    assert plugin._cell_size(in_16_bit, None, configurator(), 3) == 3 * 4 * (80 + 48)
+    assert plugin._cell_size(in_16_bit, None, configurator(), 3) == 3 * 4 * (68 + 48)
     sizes = SimpleNamespace(_full_per_token=0, _swa_per_token=0, _recompute_cell_size=list)
     plugin._window_sizes(lambda *_: None, sizes, configurator())
-    assert sizes._full_per_token == 4 * (80 + 48) and sizes._swa_per_token == 2 * (144 + 80)
+    assert sizes._full_per_token == 4 * (68 + 48) and sizes._swa_per_token == 2 * (132 + 80)
     for others in ({"is_draft_worker": True}, {"use_mla_backend": True}):
         assert plugin._cell_size(in_16_bit, None, configurator(**others), 3) == 3072
         plugin._window_sizes(lambda *_: None, sizes, configurator(**others))
@@ -506,7 +540,7 @@ def test_hooks_take_further_arguments(
     def in_16_bit(sizes: Any, configurator: Any, num_layers: int, more: object = None) -> int:
         return 3072
 
-    assert plugin._cell_size(in_16_bit, None, configurator(), 3, more=None) == 3 * 4 * (80 + 48)
+    assert plugin._cell_size(in_16_bit, None, configurator(), 3, more=None) == 3 * 4 * (68 + 48)
     with pytest.raises(UnsupportedError, match="with more=2, which kvquant does not serve"):
         plugin._cell_size(in_16_bit, None, configurator(), 3, more=2)
     one, rows = filled

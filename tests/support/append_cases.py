@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat, quantize_rows
+from kvquant.engine.contract import PageLayout
 from kvquant.kernels.cuda.append import launch
 from kvquant.ops.append import write_rows
 from kvquant.ops.append_checks import check_call
@@ -34,8 +35,9 @@ class Case:
         source: dtype of the new rows.
         layout: of the new rows: "dense", "heads" (a head's tokens follow one another), "fused" (a
             part of a wider tensor) or "odd" (not aligned to 16 bytes).
-        pages: of the packed rows: "dense", "tokens" (a token's heads follow one another), or
-            "latent": the rows of K and of V side by side, packed and 16-bit ones.
+        pages: of the packed rows: "dense", "tokens" (a token's heads follow one another),
+            "planes" (as an engine's PageLayout has them), or "latent": the rows of K and of V side
+            by side, packed and 16-bit ones.
         exact: codec of 16-bit rows, or "" for none.
         offset, matrix, clip, feedback: "", "k", "v" or "kv".
         rotary_dim: 0 for no RoPE.
@@ -135,7 +137,13 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
     num_pages = -(-2 * case.tokens // case.page_size) + 1
     new = [_new_rows(case, fmt.head_dim, device) for fmt in formats]
     lengths = [fmt.row_bytes for fmt in formats]
-    rows = _beside(case, (num_pages, case.heads, case.page_size), lengths, device)
+    shape = num_pages, case.heads, case.page_size
+    if case.pages == "planes":
+        layout = PageLayout(*formats, case.heads)
+        whole = torch.full((*shape, layout.token_bytes), UNTOUCHED, dtype=torch.uint8)
+        rows = [*layout.views(whole.to(device))]
+    else:
+        rows = _beside(case, shape, lengths, device)
     num_slots = num_pages * case.page_size
     order = torch.randperm(num_slots)
     packed = order[: case.tokens].clone()
@@ -152,9 +160,8 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
         packed[kinds == 2] = -1
         slots = Slots(packed, exact, evicted)
         lengths = [2 * fmt.head_dim for fmt in formats]
-        pair = _beside(
-            replace(case, pages=case.pages.replace("tokens", "dense")), shape, lengths, device
-        )
+        pages = "latent" if case.pages == "latent" else "dense"
+        pair = _beside(replace(case, pages=pages), shape, lengths, device)
         for name, fmt, storage in zip("kv", formats, pair, strict=True):
             values = torch.randn(*shape, fmt.head_dim) * 2
             if case.hostile:

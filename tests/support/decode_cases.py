@@ -11,6 +11,7 @@ import torch
 from query_cases import make_variant
 
 from kvquant import AttentionVariant, RowFormat, quantize_rows
+from kvquant.engine.contract import PageLayout
 from kvquant.rows.codec import FP16_MAX
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
@@ -31,7 +32,8 @@ class Case:
         sinks: rows before the ring, in every ring.
         seated: sequences of rings lie in another order, and among others.
         layout: of rows: "heads" (a head's rows follow one another), "odd heads" (and heads do not
-            start at multiples of 16 bytes), "tokens" (a token's heads follow one another).
+            start at multiples of 16 bytes), "tokens" (a token's heads follow one another), or
+            "planes": of pages, as an engine's PageLayout has them.
         splits: of each segment; 0 for a second or third one that is missing.
         workers: blocks that share the work where lengths differ; 0: none.
         exact: codec of the second and third segment, or "" for the first one only.
@@ -201,6 +203,12 @@ def make_segment(
         table = torch.where(used, table, -1)
     if case.layout == "tokens":
         rows = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in rows]
+    elif case.layout == "planes":
+        layout = PageLayout(k_format, v_format, case.heads[1])
+        pages = torch.empty(*rows[0].shape[:3], layout.token_bytes, dtype=torch.uint8)
+        for view, one in zip(layout.views(pages), rows, strict=True):
+            view.copy_(one)
+        rows = [*layout.views(pages)]
     found = rows[0], rows[1], told, k_format, v_format, starts, table, sinks, seq_slots
     return plain, Segment(*found)
 

@@ -96,7 +96,7 @@ class KeyValuePages(SequencePages):
     layer: LayerRows
 
     def shape(self) -> tuple[int, ...]:
-        return self.layer.layout.slots, PAGE, self.layer.layout.slot_bytes
+        return self.layer.layout.num_kv_heads, PAGE, self.layer.layout.token_bytes
 
     def make(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = torch.randn(2, tokens, HEADS, DIM, device=self.device)

@@ -27,7 +27,8 @@ class RowsLayer(DynamicLayer):
 
     def __init__(self, settings: Settings | LatentSettings, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.settings, self.place = settings, layer
+        own = settings.of_layer(layer) if isinstance(settings, Settings) else settings
+        self.settings, self.place = own, layer
         self.decodes = False  # new tokens are of an answer, which attend to rows
 
     def update(

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_texts import Text, as_tokens
 
+from kvquant import CachePlan
 from kvquant.calibration.windows import spread
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +221,14 @@ def noisy_draft_model(folder: Path) -> dict[str, Any]:
         noisy = {k: x + 0.05 * x.std() * torch.randn_like(x) for k, x in weights.items()}
         save_file(noisy, path, metadata={"format": "pt"})
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+
+
+def with_layer_formats(plan: CachePlan, names: Sequence[str], path: Path) -> str:
+    """Save a plan with a pair of formats for each layer ("int8 int4"); its path."""
+    pairs = [name.split() for name in names]
+    formats = {(i, side): pair[j] for i, pair in enumerate(pairs) for j, side in enumerate("kv")}
+    plan.with_layer_formats(formats).save(path)
+    return str(path)
 
 
 def make_plan(path: Path, observed: int = 1024) -> str:

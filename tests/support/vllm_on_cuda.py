@@ -137,6 +137,9 @@ def start(config: Any) -> dict[str, Any]:
         initialize_model(config)
         if drafts is not None:
             _load_draft_model(config)
+        for layer in config.compilation_config.static_forward_context.values():
+            if type(getattr(layer, "impl", None)).__name__ == "KVQuantImpl":  # behind its weights
+                layer.process_weights_after_loading(config.model_config.dtype)
         current_platform.update_block_size_for_backend(config)
         specs = get_kv_cache_spec(config)
         layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
@@ -178,7 +181,7 @@ def serve(config: Any) -> int:
 
 
 def _rows_of(spec: Any) -> tuple[int, int, str] | None:
-    """Head slots, and bytes of a token in each, that a layer has in its pages."""
+    """KV heads, and bytes of a token in each, that a layer has in its pages."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     if not isinstance(spec, AttentionSpec):

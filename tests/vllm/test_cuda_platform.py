@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_plan import example_plan
 from packaging.utils import canonicalize_name
-from transformers import DeepseekV3Config, FalconH1Config, Gemma2Config
-from vllm_engines import INT4, MODEL, ROOT, SIZES
+from transformers import AutoConfig, DeepseekV3Config, FalconH1Config, Gemma2Config
+from vllm_engines import INT4, MODEL, ROOT, SIZES, with_layer_formats
 
 PACK = runpy.run_path(str(Path(__file__).with_name("on_gpu") / "build.py"))["PACK"]
 # what an engine imports later than `start` does, and what it imports for other models
@@ -169,8 +170,8 @@ OF_LATENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rows of heads for latents": (ROWS, LATENT, "for a model with latent attention, is"),
     "latent rows for heads": (LATENT_ROWS, {}, f"{INVALID}.*non-MLA not supported"),
 }
-DEMO = [[2, 80, "torch.uint8"]]  # head slots, bytes of a token in each
-NARROW = {"rows": [[4, 48, "torch.uint8"]]}  # two KV heads of head_dim 64
+DEMO = [[1, 160, "torch.uint8"]]  # KV heads, bytes of a token in each
+NARROW = {"rows": [[2, 96, "torch.uint8"]]}  # two KV heads of head_dim 64
 USUAL = {"layout": "LBHNC", "graphs": "FULL_AND_PIECEWISE", "rows": DEMO, "runner": 2}
 SERVED = {"pages": [16, 16], "layers": {"KVQuantBackend": 4}}
 
@@ -183,7 +184,7 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the demo model": (ROWS, SERVED),
     "K and V of other lengths": (
         {**CUSTOM, "additional_config": {"kvquant": {"k_format": "int8", "v_format": "int4-g4"}}},
-        {**SERVED, "rows": [[1, 224, "torch.uint8"]]},
+        {**SERVED, "rows": [[1, 212, "torch.uint8"]]},
     ),
     "eagerly": ({**ROWS, "enforce_eager": True}, {**SERVED, "graphs": "NONE"}),
     "graphs of steps that decode": (
@@ -208,7 +209,7 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "runner": 1,
             "pages": [16, 16],
             "layers": {"KVQuantBackend": 4, "FlashAttentionBackend": 4},
-            "rows": [[1, 512, "torch.bfloat16"], *DEMO],
+            "rows": [*DEMO, [1, 512, "torch.bfloat16"]],
         },
     ),
     "a draft model with rows, first runner": (
@@ -253,6 +254,14 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+BY_LAYER = ["int8 int4", "int4-g4 int4-g4", "int4-g4 int4-g4", "int8 int8"]
+PLANNED: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "layers with formats of their own": ({}, [160, 200, 264]),
+    "beside a draft model": ({"speculative_config": DRAFTS}, [160, 200, 264]),
+    "pages that are split, by layer": ({"block_size": 48}, [160, 200, 264]),
+}
+
+
 class Platform:
     """What was found for each case, and all that was printed."""
 
@@ -275,6 +284,12 @@ class Platform:
             cases[name] = ["start", {**rows, "model": str(folder / name)}]
         for name, (options, layer, _) in OF_LATENTS.items():
             cases[name] = ["choose", {"model": str(folder / "deepseek"), **options}, layer]
+        plan = example_plan(4, 1, 128, config=AutoConfig.from_pretrained(MODEL).to_dict())
+        plan.facts["layers"][-1] = plan.facts["layers"][0]
+        given_plan = with_layer_formats(plan, BY_LAYER, folder / "plan.safetensors")
+        for name, (options, _) in PLANNED.items():
+            rows = {"additional_config": {"kvquant": {"plan": given_plan}}}
+            cases[name] = ["start", {**usual, **CUSTOM, **rows, **options}]
         script = ROOT / "tests" / "support" / "vllm_on_cuda.py"
         path = [str(ROOT / "tests" / "support" / "gpu_site"), *filter(None, sys.path)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(folder)}
@@ -332,6 +347,17 @@ def test_what_cannot_be_served_is_refused(case: str, platform: Platform) -> None
 def test_an_engine_starts(case: str, platform: Platform) -> None:
     _, wanted = {**STARTED, **MODELS}[case]
     assert platform.found[case] == {**USUAL, **wanted}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_layers_have_pages_of_their_own_size(case: str, platform: Platform) -> None:
+    """A draft model's layers have the longest rows."""
+    options, sizes = PLANNED[case]
+    found = platform.found[case]
+    assert found["rows"] == [[1, size, "torch.uint8"] for size in sizes]
+    split = options.get("block_size")
+    assert found["pages"] == ([split, 16] if split else [16, 16])
+    assert found["graphs"] == USUAL["graphs"]
 
 
 def test_layers_without_rows_are_told(platform: Platform) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from engine_reference import check_answers
+from example_plan import example_plan
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     GptOssConfig,
@@ -38,6 +40,7 @@ from vllm_engines import (
     noisy_draft_model,
     random_model,
     random_prompts,
+    with_layer_formats,
 )
 from vllm_texts import abort_second
 
@@ -85,6 +88,65 @@ def test_answers_are_those_of_the_same_rows(
         assert counter(llm, "prefix_cache_hits") == 0
         assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
     check_answers(Settings.parse(rows), prompts + again + stored, texts, MODEL)
+
+
+def test_layers_have_formats_of_their_own(
+    plan: str, tmp_path: Path, told: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And pages as large as their rows; with chunks, preemption, prefixes, drafts, and pages that
+    another engine has stored."""
+    from vllm.config import KVTransferConfig
+
+    names = ["int8 int4", "int4-g4 int4-g4", "int4-g4 int4-g4", "int8 int8"]
+    made = with_layer_formats(CachePlan.load(plan), names, tmp_path / "plan.safetensors")
+    rows = {"plan": made, "prompts": "rows"}
+    sizes, prompts = [132 + 68, 2 * 80, 2 * 80, 2 * 132], mixed_prompts()
+    with engine(rows, speculative_config=NGRAM) as llm:
+        assert [calls.layer.layout.token_bytes for calls in told] == [200, 160, 160, 264]
+        assert {calls.kind for calls in begun_of(llm, monkeypatch)} == {
+            replace(calls, page_size=16).kind for calls in told
+        }
+        config = llm.llm_engine.vllm_config
+        pages = config.cache_config.num_gpu_blocks
+        assert pages == (64 << 20) // (32 * sum(sizes))
+        layers = config.compilation_config.static_forward_context.values()
+        assert [layer.kv_cache.shape[3] for layer in layers] == sizes
+    small = {"max_model_len": 352, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 100}
+    storage = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    with engine(rows, **small, speculative_config=NGRAM) as llm:
+        texts = generate(llm, prompts, 2 * TOKENS)
+        assert counter(llm, "num_preemptions") > 2
+    long = [prompt for prompt in prompts if len(prompt) > 128 and len(prompt) % 32 != 1]
+    for hits in (0, 128 + 192 + 288):
+        with engine(rows, kv_transfer_config=storage) as llm:
+            texts += generate(llm, long, TOKENS)
+            assert counter(llm, "external_prefix_cache_hits") == hits
+    check_answers(Settings.parse(rows), prompts + 2 * long, texts, MODEL, most=0.15)
+
+
+def test_pages_of_a_hybrid_are_as_large_as_the_largest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.vllm.backend import logger
+
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "info_once", lambda text, *given: lines.append(text % given))
+    config = Gemma2Config(**SIZES, sliding_window=32)
+    model, path = random_model(tmp_path / "model", config), str(tmp_path / "plan.safetensors")
+    given = AutoConfig.from_pretrained(model).to_dict()
+    example_plan(2, config=given).with_layer_formats({(0, "v"): "int4"}).save(path)
+    rows, prompts = {"plan": path}, random_prompts(200)
+    with engine(rows, model=model, skip_tokenizer_init=True) as llm:
+        texts = generate(llm, prompts, TOKENS, detokenize=False)
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert [layer.kv_cache.shape[3] for layer in layers] == [256, 256]
+    told = "kvquant: pages of 1 layers are as large as the model's largest: 72 % of their bytes"
+    assert [line.startswith(told) for line in lines] == [True]
+    check_answers(Settings.parse(rows), prompts, texts, model)
 
 
 def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,12 @@ from vllm_engines import (
     generate,
     held_out_windows,
     logits_of,
+    noisy_draft_model,
+    with_layer_formats,
 )
 from vllm_texts import Text
 
-from kvquant import ConfigError
+from kvquant import CachePlan, ConfigError
 from kvquant.engine.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
@@ -44,6 +47,34 @@ def test_first_pages_and_last_tokens_keep_logits() -> None:
 
     for less, more in zip(errors(kept), errors(bare), strict=True):
         assert less < more / 1.4
+
+
+@pytest.mark.parametrize("beside", ["a draft model", "a layer of 16-bit rows"])
+def test_layers_that_have_none_do_not_take_them_from_others(
+    beside: str, tmp_path: Path, plan: str
+) -> None:
+    """And layers with pages of other sizes have them too."""
+    rows = INT4
+    options: dict[str, Any] = {"max_num_batched_tokens": 96}
+    if beside == "a draft model":
+        options["speculative_config"] = noisy_draft_model(tmp_path / "drafts")
+    else:
+        names = ["int4-g4 int4-g4", "int4-g4 int4-g4", "bf16 bf16", "int4-g4 int4"]
+        path = tmp_path / "plan.safetensors"
+        rows = {"plan": with_layer_formats(CachePlan.load(plan), names, path)}
+    prompts = [window[:-1].tolist() for window in held_out_windows()[:5]]
+    found = []
+    for given in (None, {**rows, "recent_len": 0}, {**rows, "recent_len": 64}):
+        with engine(given, **options) as llm:
+            found.append([generate(llm, prompts, TOKENS) for _ in range(2)])
+            layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+            rows_of = [getattr(layer.impl, "rows", None) for layer in layers.values()]
+    has_window = [one is not None and one.window is not None for one in rows_of]
+    wanted = [True, True, False, True] if "layer" in beside else [True] * 4 + [False] * 4
+    assert has_window == wanted
+    exact, bare, kept = found
+    for less, more in zip(kept, bare, strict=True):
+        assert _moved(less, exact[0]) < _moved(more, exact[0]) / 1.4
 
 
 def _moved(found: Sequence[Text], wanted: Sequence[Text]) -> float:

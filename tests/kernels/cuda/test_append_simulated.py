@@ -116,6 +116,10 @@ CASES |= {
     "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},
     "feedback of fp8 is none": {"feedback": "kv", "matrix": "k", "k": "fp8", "tokens": 3},
 }
+for k, v in (("int8-g8", "int4-g4"), ("int4", "int3"), ("int8", "int4-g4")):
+    case = {"k": k, "v": v, "pages": "planes", "heads": 2, "tokens": 14, "exact": "bf16"}
+    CASES |= {f"pages of an engine, {k} and {v}": case}
+    CASES |= {f"dequantize pages of an engine, {k} and {v}": {**case, "exact": ""}}
 for k, v in (("int3", "int2"), ("int2", "int3")):
     CASES |= {
         f"few bits, {k}, RoPE, offset, clipped": of(
@@ -168,6 +172,7 @@ USUAL = (
     "feedback, 16-bit rows",
     "feedback, few bits, int3",
     "latents, int4-g8+fp8-g4, 16-bit rows",
+    "pages of an engine, int4 and int3",
     "dequantize pages of 5",
 )
 

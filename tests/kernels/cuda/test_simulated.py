@@ -87,6 +87,17 @@ for k in ("int3", "int2"):
             f"k={k} q_len=5 heads=[7,1] columns=16 sharers=3 warps=3 lens=[34,3] q_lens=[5,2]"
         ),
     }
+for k, v in (("int8-g8", "int4-g4"), ("int4", "int3"), ("int8", "int4-g4")):
+    case = {"k": k, "v": v, "place": "paged", "layout": "planes"}
+    CASES |= {
+        f"pages of an engine, {k} and {v}": {**case, "heads": [4, 2], "lens": [33, 0, 70]},
+        f"pages of an engine, {k} and {v}, head_dim 64": {**case, "head_dim": 64, "lens": [33]},
+        f"pages of an engine, {k} and {v}, 16-bit rows": of(
+            "exact=bf16 sinks=16 seated=True lens=[70,3,40] exact_lens=[[44,3,36],[]] "
+            "splits=[2,2,0] page_size=64"
+        )
+        | case,
+    }
 for place in ("linear", "ring", "paged"):
     for layout in ("heads", "tokens"):
         case = {"k": "int4", "place": place, "layout": layout, "lens": [33, 64], "overlong": True}
@@ -321,6 +332,7 @@ CASES |= {f"variant, {name}": case for name, case in VARIANTS.items()}
 USUAL = (
     "int4-g4",
     "int3 and int2",
+    "pages of an engine, int4 and int3",
     "small pages, wide",
     "on Hopper",
     "sinks and recent rows at their sequence slots",
@@ -339,6 +351,9 @@ HOPPER: dict[str, dict[str, Any]] = {
     "on Hopper, splits": of("lens=[0,300,70] heads=[34,2] splits=[2]"),
     "on Hopper, balanced": of("lens=[350,0,1,40,133] heads=[40,2] workers=4"),
     "on Hopper, pages, splits": of("place=paged lens=[0,129,300] heads=[34,1] splits=[2]"),
+    "on Hopper, pages of an engine": of(
+        "k=int8-g8 v=int4-g4 place=paged layout=planes lens=[0,129,300] heads=[34,1] splits=[2]"
+    ),
     "on Hopper, pages of 1": of("place=paged page_size=1 lens=[0,129] heads=[34,1]"),
     "on Hopper, int4 in pages of 64": of(
         "k=int4 place=paged page_size=64 lens=[3,200] heads=[34,1]"
