@@ -82,7 +82,8 @@ def check_cached_model(folder: Path, rank: int, heads: slice, plan: CachePlan) -
             logits = alone.step(fork, token)
     path = folder / f"cached-{rank}.safetensors"
     save_cache(caches[0], path, model=spread.config_dict)
-    again = load_cache(path, plan=plan.of_heads(range(8)[heads]), model=spread.config_dict)
+    of_rank, device = plan.of_heads(range(8)[heads]), spread.model.device
+    again = load_cache(path, plan=of_rank, model=spread.config_dict, device=device)
     token = wanted.argmax(-1)
     assert torch.equal(spread.step(again, token), spread.step(caches[0], token))
     with pytest.raises(ShapeError, match="the cache has 2 layers of 4 KV heads"):
@@ -149,7 +150,9 @@ def main(device: str, file: str, rank: int, world: int, folder: Path) -> None:
     assert spread.kv is not None and whole.kv is not None
     save_cache(spread.kv, folder / f"cache-{rank}.safetensors")
     again = QuantizedCache(
-        load_cache(folder / f"cache-{rank}.safetensors", plan=plan.of_heads(range(8)[heads]))
+        load_cache(
+            folder / f"cache-{rank}.safetensors", plan=plan.of_heads(range(8)[heads]), device=own
+        )
     )
     places = whole.kv.positions[:, None]
     step = {"position_ids": places, "use_cache": True}

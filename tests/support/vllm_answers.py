@@ -160,6 +160,7 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
     if torch.cuda.is_available():
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = case.get("runner", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # of ranks: CUDA is in use
     from vllm_engines import all_logits_of, counter, engine, generate, held_out
     from vllm_texts import abort_second
 
