@@ -19,7 +19,7 @@ from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackS
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
-from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
+from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.spec import layout_of
 from kvquant.rows.format import RowFormat
 
@@ -127,13 +127,3 @@ def sections(code: bytes) -> dict[str, int]:
         text = code[start : code.index(b"\0", start)].decode()
         found[".".join(text.split(".")[:3]) + "."] = length
     return found
-
-
-def test_the_key_changes_with_all_that_matters() -> None:
-    texts = ["int4-g4", "int4-g4/int8", "int4-g4 exact", "int4-g4 rope", "int4-g4 moved"]
-    texts += ["int4-g4 clip"]
-    texts += ["int4-g4 float32", "int4-g4 dequantize", "int4-g4 dequantize float32", "int4-g4 64"]
-    specs = [make_row_spec(text) for text in texts]
-    specs += [replace(specs[0], converts_fp8=False), replace(specs[0], warps=8)]
-    keys = {cubin_key(spec, "sm_90") for spec in specs}
-    assert len(keys) == len(specs) and cubin_key(specs[0], "sm_89") not in keys
