@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_rows import INT4
 from segment_cases import packed as rows_of
 from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,7 +20,6 @@ from kvquant.errors import ShapeError
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.variant import PLAIN
 
-INT4 = RowFormat.parse("int4-g4", 64)
 INT8 = RowFormat.parse("int8", 96)
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 COMPILERS = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from decode_rows import lens
+from decode_rows import BACKENDS, BOTH, LIMIT, lens
 from hypothesis import given
 from hypothesis import strategies as st
 from ragged_cases import each_alone, indptr
@@ -21,10 +21,6 @@ from kvquant.errors import ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.segment import Segment
 
-BACKENDS = ("cpu", "reference")
-LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
-INT4 = RowFormat.parse("int4-g4", 64)
-BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 LENS = (40, 0, 1, 17, 33)
 CHUNKS = (12, 3, 2, 0, 1)  # a chunk, more queries than tokens, none, one
 KINDS = ("linear", "pages", "ring", "cache")

@@ -57,9 +57,9 @@ def put(place: str, value: Any, top: dict[str, Any]) -> None:
     """Put a value at a place of a manifest: keys and indices with dots, names of tensors with /."""
     *keys, last = (key.replace("/", ".") for key in place.split("."))
     at: Any = top
-    for key in keys:
-        at = at[int(key) if isinstance(at, list) else key]
-    key = int(last) if isinstance(at, list) else last
+    for name in keys:
+        at = at[int(name) if isinstance(at, list) else name]
+    key: Any = int(last) if isinstance(at, list) else last
     if value is GONE:
         del at[key]
     else:
