@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from ragged_cases import each_alone, indptr
 from segment_cases import HEADS, assert_close, packed, segments_of
 from slow_cases import mark_slow
+from small_caches import layer_basis
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import FIELDS, variant_with
 
 from kvquant import KVCache, RowFormat, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ShapeError
-from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
 
 LENS = (40, 0, 1, 17, 33)
@@ -102,8 +103,7 @@ def test_variants(names: tuple[str, ...], backend: str) -> None:
 
 def in_basis(kind: str) -> tuple[KVCache, LayerBasis]:
     """A cache of LENS tokens in a basis without or with a matrix."""
-    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), matrix) for _ in "kv"))
+    basis = layer_basis(kind)
     cache = KVCache(1, 5, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
     k, v = torch.randn(2, 5, HEADS, 40, 64)
     cache.append(0, k, v, LENS)
