@@ -329,6 +329,8 @@ ODD: Any = "no"
 NONE, OUT = "ConfigError: no sequence 'x'", "ConfigError: sequence 'out' is swapped out: swap it in"
 NOT_ID = "ConfigError: cannot be the id of a new sequence"
 INTEGERS = "ConfigError: tokens must be int"
+NO_TEXT = "ConfigError: give a string, or None for no namespace"
+NAMESPACES: list[Any] = [7, True, b"one", ("one",), 1.5, [], [*range(60)]]
 PAGED: Table = table(
     (lambda b: b.cache.allocate("a"), "ConfigError: sequence 'a' exists: free it or use another"),
     (lambda b: b.cache.allocate("out"), NOT_ID),
@@ -342,6 +344,8 @@ PAGED: Table = table(
         "OutOfPagesError: 'x' needs 5 more pages (1 pages of its prefix are there, 1 of these am",
     ),
     *((lambda b, t=t: b.cache.match_prefix(t), INTEGERS) for t in (["x"], [0.5, 1])),
+    *((lambda b, n=n: b.cache.allocate("x", [1], namespace=n), NO_TEXT) for n in NAMESPACES),
+    *((lambda b, n=n: b.cache.match_prefix([1], namespace=n), NO_TEXT) for n in NAMESPACES),
     (lambda b: b.cache.fork("x", "y"), NONE),
     (lambda b: b.cache.fork("a", "b"), "ConfigError: sequence 'b' exists"),
     (lambda b: b.cache.fork("a", "a"), "ConfigError: sequence 'a' exists"),

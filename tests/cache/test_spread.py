@@ -160,15 +160,6 @@ def test_one_file_for_all_devices(devices: list[str], tmp_path: Path) -> None:
         load_cache(tmp_path / "spread.safetensors", device=devices[:2])
 
 
-def test_lists_that_are_none_of_devices() -> None:
-    with pytest.raises(ConfigError, match="device lists 2 devices for 3 layers"):
-        KVCache(3, 1, HEADS, DIM, 64, device=["cpu", "cpu"])
-    with pytest.raises(ConfigError, match="device 'elsewhere' does not exist"):
-        KVCache(2, 1, HEADS, DIM, 64, device=["cpu", "elsewhere"])
-    with pytest.raises(ConfigError, match="device lists 0 devices for 2 layers"):
-        KVCache(2, 1, HEADS, DIM, 64, device=[])
-
-
 def test_it_says_where_it_lies() -> None:
     assert repr(make(["cpu", "cpu:0", "cpu"])[0]).endswith("on cpu and cpu:0)")
     assert repr(make(["cpu"] * 3)[0]).endswith("on cpu)")

@@ -6,22 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_caches import layer_basis
 
 from kvquant import KVCache, LatentKVCache, PagedBatch, PagedKVCache
 from kvquant.errors import ShapeError
-from kvquant.rows.basis import Basis, LayerBasis
 
 BATCH, Q_HEADS, HEADS, DIM = 3, 4, 2, 64
 KINDS = ("no plan", "none", "matrix")
-
-
-def make_bases(kind: str) -> list[LayerBasis] | None:
-    """Of one layer."""
-    if kind == "no plan":
-        return None
-    matrix = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM) if kind == "matrix" else None
-    basis = Basis(torch.randn(HEADS, DIM), matrix)
-    return [LayerBasis(basis, basis)]
 
 
 def make_new(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +24,8 @@ def make_new(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 def test_a_step_is_append_and_attend(kind: str, return_lse: Any) -> None:
     torch.manual_seed(0)
-    one = KVCache(1, BATCH, HEADS, DIM, 64, sink_len=2, recent_len=4, bases=make_bases(kind))
+    bases = None if kind == "no plan" else [layer_basis(kind)]
+    one = KVCache(1, BATCH, HEADS, DIM, 64, sink_len=2, recent_len=4, bases=bases)
     _, k, v = make_new(10)
     one.append(0, k, v)
     other = one.fork()

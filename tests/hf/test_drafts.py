@@ -230,13 +230,6 @@ def test_a_model_that_names_no_positions_goes_on_with_drafts() -> None:
     assert past.get_seq_length() == wanted.get_seq_length() == found.shape[1] - 1
 
 
-def test_what_is_no_decoder_is_refused_as_the_model_of_a_kv_cache() -> None:
-    model = tiny("Llama")
-    rows = model.new_cache(1, 32, **FP16)
-    with pytest.raises(ConfigError, match=r"model is .*: give the model that calls the cache"):
-        QuantizedCache(rows, model=model.model.config)
-
-
 SHORT = GREEDY | {"max_new_tokens": 6}
 OTHER = r"another text came: .*cache\.reset\(\) before another text"
 

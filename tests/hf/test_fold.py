@@ -8,25 +8,17 @@ from typing import Any
 import pytest
 import torch
 from relative_l2 import relative_l2
+from small_caches import make_basis
 
 from kvquant import KVCache
 from kvquant.errors import ConfigError, UnsupportedModelError
 from kvquant.io.plan import CachePlan
-from kvquant.rows.basis import Basis
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import GEMMA3N, int8_plan, tiny, tokens  # noqa: E402
 
 from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.hf.models.fold import fold_values  # noqa: E402
-
-DIM = 64
-
-
-def make_basis(kind: str, heads: int = 2, seed: int = 0) -> Basis:
-    torch.manual_seed(seed)
-    matrix = torch.eye(DIM) + 0.1 * torch.randn(heads, DIM, DIM) if kind == "matrix" else None
-    return Basis(torch.randn(heads, DIM), matrix)
 
 
 def logits_of(model: CachedModel) -> torch.Tensor:

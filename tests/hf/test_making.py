@@ -116,6 +116,7 @@ def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
         (lambda: QuantizedCache(own.model, max_seq_len=0), "max_seq_len"),
         (lambda: QuantizedCache(kv, recent_len=4), "give none with it, or give a model"),
         (lambda: QuantizedCache(own), "give a model of transformers, its config or a"),
+        (lambda: QuantizedCache(kv, model=own.model.config), "give the model that calls the cache"),
     )
     own.model.set_attn_implementation("sdpa")
     message = r"attends by 'sdpa'.*attn_implementation='kvquant'\), or call model\.set_attn_imp"

@@ -412,20 +412,3 @@ def test_tokens_are_those_that_are_chosen(model: CachedModel) -> None:
         assert torch.equal(column, second(scores))
         scores = model.step(wanted, column)
     assert not torch.equal(found, free_texts(model, 6))
-
-
-def test_models_whose_layers_no_cache_holds_are_refused_in_one_line() -> None:
-    for changes, message in (
-        (
-            SHARING | {"global_head_dim": 320},
-            "layer 1 has rows that no format has: head_dim 320 is not supported: use 64, 80",
-        ),
-        (
-            SHARING
-            | {"global_head_dim": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-            "layer 0 has 2 KV heads, where a KVCache has one number for all, 1",
-        ),
-    ):
-        with pytest.raises(UnsupportedModelError, match=message) as told:
-            tiny("Gemma4Text", **changes).new_cache(1, 8)
-        assert "\n" not in str(told.value)

@@ -4,10 +4,8 @@ another's rows, and what is accepted hangs together. Plans are in test_plan.py.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import latent_pages
 import paged_cases
 import pytest
 import torch
-from forged import forge, write
+from forged import GONE, forge, put, write
 from invariants import check_invariants
 from paged_cases import values
 from slow_cases import mark_slow
@@ -29,7 +27,6 @@ from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.rows.format import RowFormat
 
-GONE = object()  # in place of a value: the key goes
 HUGE, ZEROS = 2**31 - 1, "0" * 64
 Refused = tuple[str, Any, str]  # the place in the manifest, the value there, the message
 
@@ -110,18 +107,6 @@ OF_LATENT_CACHES: list[Refused] = [
     ("layers.0.window", 96, "latent rows have no windows"),
 ]
 OF_LATENT_SEQUENCES: list[Refused] = [("windows", [8, 8], "latent rows have no windows")]
-
-
-def put(place: str, value: Any, top: dict[str, Any]) -> None:
-    """Put a value at a place of a manifest: keys and indices with dots, names of tensors with /."""
-    *keys, last = (key.replace("/", ".") for key in place.split("."))
-    at: Any = top
-    for key in keys:
-        at = at[int(key) if isinstance(at, list) else key]
-    if value is GONE:
-        del at[last]
-    else:
-        at[int(last) if isinstance(at, list) else last] = value
 
 
 def sequences(batch: PagedBatch | LatentPagedBatch, path: Path) -> Path:
@@ -362,7 +347,7 @@ def test_whatever_is_loaded_nobody_comes_to_rows_of_others(seed: int, tmp_path: 
     assert taken > 5
 
 
-Mutation = Callable[[bytearray, random.Random], None]
+Mutation = Callable[[Path, random.Random], None]
 
 
 @pytest.fixture(autouse=True)
@@ -386,34 +371,25 @@ def make_cache() -> KVCache:
     return cache
 
 
-def header_end(data: bytes | bytearray) -> int:
-    (length,) = struct.unpack("<Q", data[:8])
-    return 8 + int(length)
-
-
-def edit_manifest(data: bytearray, rng: random.Random) -> None:
+def edit_manifest(path: Path, rng: random.Random) -> None:
     """Values of the manifest change, and its checksum with them."""
-    header = json.loads(data[8 : header_end(data)])
-    manifest = json.loads(header["__metadata__"]["kvquant_file"])
-    for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        mutate_json(manifest, rng)
-    seal(header, manifest)
-    replace_header(data, header)
+
+    def edit(top: dict[str, Any], _: object) -> None:
+        for _ in range(rng.choice((1, 1, 1, 2, 5))):
+            mutate_json(top, rng)
+
+    forge(path, edit, digests=False)
 
 
-def edit_tensor(data: bytearray, rng: random.Random) -> None:
-    """Bytes of a tensor change, and both checksums with them: headers become NaN or negative."""
-    end = header_end(data)
-    header = json.loads(data[8:end])
-    manifest = json.loads(header["__metadata__"]["kvquant_file"])
-    name = rng.choice([name for name in header if name != "__metadata__"])
-    start, stop = (end + offset for offset in header[name]["data_offsets"])
-    row_bytes = header[name]["shape"][2]
-    at = rng.randrange(start, stop, row_bytes)
-    data[at : at + row_bytes] = rng.randbytes(row_bytes)
-    manifest["sha256"][name] = hashlib.sha256(data[start:stop]).hexdigest()
-    seal(header, manifest)
-    replace_header(data, header)
+def edit_tensor(path: Path, rng: random.Random) -> None:
+    """A row of a tensor changes, and both checksums with it: headers become NaN or negative."""
+
+    def edit(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        rows = tensors[rng.choice([*tensors])].flatten(0, 1)
+        row = rows[rng.randrange(len(rows))]
+        row.copy_(torch.tensor([*rng.randbytes(len(row))], dtype=torch.uint8))
+
+    forge(path, edit)
 
 
 def mutate_json(value: Any, rng: random.Random) -> None:
@@ -448,21 +424,6 @@ def mutate_json(value: Any, rng: random.Random) -> None:
         at[key] = rng.choice(hostile)
 
 
-def dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def seal(header: dict[str, Any], manifest: Any) -> None:
-    text, metadata = dump(manifest), header["__metadata__"]
-    metadata["kvquant_file"] = text
-    metadata["kvquant_file_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-
-
-def replace_header(data: bytearray, header: dict[str, Any]) -> None:
-    text = dump(header).encode()
-    data[: header_end(data)] = struct.pack("<Q", len(text)) + text
-
-
 @pytest.mark.parametrize("share", mark_slow([8, 1], [8]))  # one of so many mutations
 @pytest.mark.parametrize("mutate", [edit_manifest, edit_tensor])
 def test_sealed_mutations_are_refused_or_hang_together(
@@ -474,9 +435,8 @@ def test_sealed_mutations_are_refused_or_hang_together(
     rng = random.Random(mutate.__name__)
     accepted = 0
     for _ in range(600 // share):
-        data = bytearray(original)
-        mutate(data, rng)
-        path.write_bytes(data)
+        path.write_bytes(original)
+        mutate(path, rng)
         try:
             cache = load_cache(path)
         except CheckpointError:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
-from forged import Edit, forge
+from forged import GONE, Edit, forge, put
 from latent_plans import latent_plan
 from refusals import assert_refused
 from relative_l2 import relative_l2
@@ -134,19 +134,12 @@ def edited(path: Path, edit: Edit) -> None:
     forge(path, shaped)
 
 
-def set_in(*keys: str | int, value: Any) -> Edit:
-    """Put a value into the facts."""
-
-    def edit(facts: dict[str, Any], _: dict[str, torch.Tensor]) -> None:
-        at: Any = facts
-        for key in keys[:-1]:
-            at = at[key]
-        at[keys[-1]] = value
-
-    return edit
+def at(place: str, value: Any) -> Edit:
+    """Put a value at a place of the facts."""
+    return lambda facts, _: put(place, value, facts)
 
 
-def put(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit:
+def of(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit:
     """Change a tensor, in place or by another one."""
 
     def edit(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -159,52 +152,52 @@ def put(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edi
 
 
 CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
-    "format": (set_in("format", value="x"), "has no format of kvquant, but 'x'"),
-    "version": (set_in("version", value=4), "version 4, this kvquant reads 1"),
-    "truth": (set_in("version", value=True), "version True"),
-    "no layers": (lambda facts, _: facts.pop("layers"), "lacks one: .* layers"),
-    "empty": (set_in("layers", value=[]), "layers is .*: it must be array of length >= 1"),
-    "no model": (lambda facts, _: facts.pop("model"), "lacks one: .* model"),
-    "model": (set_in("model", value=3), "model is 3"),
+    "format": (at("format", "x"), "has no format of kvquant, but 'x'"),
+    "version": (at("version", 4), "version 4, this kvquant reads 1"),
+    "truth": (at("version", True), "version True"),
+    "no layers": (at("layers", GONE), "lacks one: .* layers"),
+    "empty": (at("layers", []), "layers is .*: it must be array of length >= 1"),
+    "no model": (at("model", GONE), "lacks one: .* model"),
+    "model": (at("model", 3), "model is 3"),
     "basis": (
-        set_in("layers", 0, "k", "basis", value="hadamard"),
+        at("layers.0.k.basis", "hadamard"),
         r"layers\[0\].k.basis is 'hadamard': .*matrix",
     ),
-    "rounding": (set_in("layers", 0, "k", "rounding", value="up"), "k.rounding is 'up': .*nearest"),
-    "codec": (set_in("layers", 0, "k", "format", value="int5"), "'int5' does not exist"),
-    "no format": (set_in("layers", 0, "k", "format", value=4), r"k.format is 4: .* str"),
-    "feedback": (set_in("layers", 0, "k", "rounding", value="feedback"), "k.'feedback' is missing"),
-    "other basis": (put("v.matrix", lambda x: x.mul_(2)), r"layers\[1\].v.basis is 'none', and"),
-    "kept": (set_in("layers", 2, "k", "format", value="int4"), r"layers\[2\] is kept in 16 bit"),
-    "kept basis": (set_in("layers", 2, "v", "basis", value="matrix"), "is kept in 16 bit"),
-    "bits": (set_in("bits", value=4.25), "bits is 4.25: the formats have 9.0"),
-    "no bits": (set_in("bits", value=float("nan")), "bits is nan"),
+    "rounding": (at("layers.0.k.rounding", "up"), "k.rounding is 'up': .*nearest"),
+    "codec": (at("layers.0.k.format", "int5"), "'int5' does not exist"),
+    "no format": (at("layers.0.k.format", 4), r"k.format is 4: .* str"),
+    "feedback": (at("layers.0.k.rounding", "feedback"), "k.'feedback' is missing"),
+    "other basis": (of("v.matrix", lambda x: x.mul_(2)), r"layers\[1\].v.basis is 'none', and"),
+    "kept": (at("layers.2.k.format", "int4"), r"layers\[2\] is kept in 16 bit"),
+    "kept basis": (at("layers.2.v.basis", "matrix"), "is kept in 16 bit"),
+    "bits": (at("bits", 4.25), "bits is 4.25: the formats have 9.0"),
+    "no bits": (at("bits", float("nan")), "bits is nan"),
     "missing": (lambda _, tensors: tensors.pop("k.offset"), "k.offset and v.offset of .* missing"),
-    "count": (lambda facts, _: facts["layers"].pop(), "do not fit 2 layers"),
-    "heads": (put("v.offset", lambda x: x[:, :1]), "do not fit 3 layers"),
-    "no heads": (put("k.offset", lambda x: x[:, :0]), "do not fit 3 layers"),
-    "axes": (put("k.offset", lambda x: x[0]), "do not fit 3 layers"),
-    "head_dim": (put("k.offset", lambda x: x.repeat(1, 1, 2)), r"'k\.\w+' is .*it must be"),
+    "count": (at("layers.2", GONE), "do not fit 2 layers"),
+    "heads": (of("v.offset", lambda x: x[:, :1]), "do not fit 3 layers"),
+    "no heads": (of("k.offset", lambda x: x[:, :0]), "do not fit 3 layers"),
+    "axes": (of("k.offset", lambda x: x[0]), "do not fit 3 layers"),
+    "head_dim": (of("k.offset", lambda x: x.repeat(1, 1, 2)), r"'k\.\w+' is .*it must be"),
     "no matrix": (lambda _, tensors: tensors.pop("k.matrix"), "k.'matrix' is missing"),
-    "matrix": (put("k.matrix", lambda x: x[..., :63]), "'k.matrix' is"),
-    "clip": (put("v.clip.int4", lambda x: x.T), "'v.clip.int4' is"),
+    "matrix": (of("k.matrix", lambda x: x[..., :63]), "'k.matrix' is"),
+    "clip": (of("v.clip.int4", lambda x: x.T), "'v.clip.int4' is"),
     "heads of others": (lambda _, x: x.update({"k.old": torch.zeros(3)}), "'k.old' is .* must be"),
-    "dtype": (put("k.offset", lambda x: x.int()), "torch.int32 .*: it must be torch.float32"),
-    "nan": (put("v.offset", lambda x: x.fill_(torch.nan)), "'v.offset' has values that are not"),
-    "inf": (put("k.offset", lambda x: x.fill_(torch.inf)), "'k.offset' has values that are not"),
-    "share": (put("k.clip.int4", lambda x: x.fill_(1.5)), r"shares that are not in \(0, 1\]"),
-    "no share": (put("k.clip.int4", lambda x: x.fill_(0)), r"shares that are not in \(0, 1\]"),
-    "singular": (put("k.matrix", lambda x: x.fill_(0)), "must have an inverse"),
-    "nearly singular": (put("k.matrix", lambda x: x.mul_(1e-39)), "must have an inverse"),
-    "places": (set_in("places", value=[0, 1]), "do not say where 3 layers are"),
-    "one place": (set_in("places", value=[0, 1, 1]), "do not say where 3 layers are"),
-    "taken": (set_in("others", value=[{"layer": 2, "why": ""}]), "do not say where 3 layers are"),
-    "negative": (set_in("places", value=[0, 1, -1]), r"places\[2\] is -1"),
-    "kl": (set_in("measured", "kl", value="x"), "measured.kl is 'x'"),
-    "window": (set_in("windowed", value=5), "windowed is 5"),
-    "limit": (set_in("limit", "met", value=None), "limit.met is None"),
-    "words": (set_in("settings", value={"text": "\ud800"}), "surrogates not allowed"),
-    "others": (set_in("others", value=[3]), r"others\[0\] is 3"),
+    "dtype": (of("k.offset", lambda x: x.int()), "torch.int32 .*: it must be torch.float32"),
+    "nan": (of("v.offset", lambda x: x.fill_(torch.nan)), "'v.offset' has values that are not"),
+    "inf": (of("k.offset", lambda x: x.fill_(torch.inf)), "'k.offset' has values that are not"),
+    "share": (of("k.clip.int4", lambda x: x.fill_(1.5)), r"shares that are not in \(0, 1\]"),
+    "no share": (of("k.clip.int4", lambda x: x.fill_(0)), r"shares that are not in \(0, 1\]"),
+    "singular": (of("k.matrix", lambda x: x.fill_(0)), "must have an inverse"),
+    "nearly singular": (of("k.matrix", lambda x: x.mul_(1e-39)), "must have an inverse"),
+    "places": (at("places", [0, 1]), "do not say where 3 layers are"),
+    "one place": (at("places", [0, 1, 1]), "do not say where 3 layers are"),
+    "taken": (at("others", [{"layer": 2, "why": ""}]), "do not say where 3 layers are"),
+    "negative": (at("places", [0, 1, -1]), r"places\[2\] is -1"),
+    "kl": (at("measured.kl", "x"), "measured.kl is 'x'"),
+    "window": (at("windowed", 5), "windowed is 5"),
+    "limit": (at("limit.met", None), "limit.met is None"),
+    "words": (at("settings", {"text": "\ud800"}), "surrogates not allowed"),
+    "others": (at("others", [3]), r"others\[0\] is 3"),
 }
 
 

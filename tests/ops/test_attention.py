@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from decode_rows import BACKENDS, BOTH, INT4, lens
 from fake_cuda import FakeDriver, OnCuda, make_query, make_segment
-from segment_cases import lens, packed
+from segment_cases import packed
 
 from kvquant import (
-    RowFormat,
     debug,
     decode_attention,
     quantize_rows,
@@ -24,23 +24,19 @@ from kvquant.rows.call import AttentionCall
 from kvquant.rows.segment import Segment
 from kvquant.rows.variant import AttentionVariant
 
-INT4 = RowFormat.parse("int4-g4", 64)
-BACKENDS = ("cpu", "reference")
-BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4, "return_lse": True}
-
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: str) -> None:
     k_rows, v_rows = packed(1, 2, 9), packed(1, 2, 9)
     q = torch.randn(1, 4, 64).to(dtype)
-    options: Any = {"k_format": INT4, "v_format": INT4, "backend": backend}
+    options: Any = {**BOTH, "backend": backend}
     out, lse = decode_attention(q, k_rows, v_rows, lens(9), **options, return_lse=True)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     alone = decode_attention(q, k_rows, v_rows, lens(9), **options)
     assert torch.equal(alone, out)
-    exact = reference_attention(q, k_rows, v_rows, lens(9), k_format=INT4, v_format=INT4)
+    exact = reference_attention(q, k_rows, v_rows, lens(9), **BOTH)
     # integer products of 16-bit queries (kernels/cpu/integers.py) round by parts of the greatest
     atol = 1e-5 if dtype == torch.float32 else 5e-4 * float(exact.abs().max())
     torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=atol)
@@ -54,7 +50,9 @@ def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> Non
         for spoiled in (0, 1):
             rows = packed(1, 2, 300), packed(1, 2, 300)
             rows[spoiled][0, 1, at] = bad
-            out, lse = decode_attention(q, *rows, lens(300), **BOTH, backend=backend)
+            out, lse = decode_attention(
+                q, *rows, lens(300), **BOTH, return_lse=True, backend=backend
+            )
             assert bool(out[0, :2].isfinite().all()), "the other KV head"
             assert bool(out[0, 2:].isnan().all()), f"{'KV'[spoiled]} of token {at} is NaN"
             assert bool(lse[0, 2:].isnan().all()) == (spoiled == 0)

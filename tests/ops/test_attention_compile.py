@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from decode_rows import INT4
 from segment_cases import packed as rows_of
 from slow_cases import mark_slow
+from small_caches import layer_basis
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvquant import Basis, KVCache, RowFormat, decode_attention
+from kvquant import KVCache, RowFormat, decode_attention
 from kvquant.errors import ShapeError
-from kvquant.rows.basis import LayerBasis
 from kvquant.rows.variant import PLAIN
 
-INT4 = RowFormat.parse("int4-g4", 64)
 INT8 = RowFormat.parse("int8", 96)
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 COMPILERS = [
@@ -99,10 +99,7 @@ def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: boo
 
 @pytest.mark.parametrize("kind", mark_slow([None, "none", "matrix"], ["none"]))
 def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None) -> None:
-    bases = None
-    if kind is not None:
-        matrix = torch.eye(64) + 0.1 * torch.randn(2, 64, 64) if kind == "matrix" else None
-        bases = [LayerBasis(*(Basis(torch.randn(2, 64), matrix) for _ in "kv"))]
+    bases = None if kind is None else [layer_basis(kind)]
     cache = KVCache(1, 3, 2, 64, 100, sink_len=4, recent_len=16, bases=bases)
     k, v = torch.randn(2, 3, 2, 60, 64)
     cache.append(0, k, v, torch.tensor([60, 2, 0]))

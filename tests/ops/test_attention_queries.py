@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from decode_rows import lens
+from decode_rows import BACKENDS, BOTH, LIMIT, lens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_cases import HEADS, assert_close, packed, segments_of
 from slow_cases import mark_slow
 from variant_cases import by_hand
 
-from kvquant import RowFormat, decode_attention
+from kvquant import decode_attention
 from kvquant.rows.reference import reference_over_segments
-
-BACKENDS = ("cpu", "reference")
-LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
-INT4 = RowFormat.parse("int4-g4", 64)
-BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
-
 
 LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 40])
 

@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from decode_rows import lens
+from decode_rows import BACKENDS, BOTH, LIMIT, lens
 from segment_cases import HEADS, assert_close, packed, segments_of
 from variant_cases import FIELDS, by_hand, variant_with
 
-from kvquant import AttentionVariant, RowFormat, decode_attention
+from kvquant import AttentionVariant, decode_attention
 from kvquant.rows.reference import reference_over_segments
 
-BACKENDS = ("cpu", "reference")
 COUNTS, QUERIES = (40, 3, 0, 17), (3, 3, 2, 1)
-INT4 = RowFormat.parse("int4-g4", 64)
-BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +31,7 @@ def test_every_field_is_its_formula(kind: str, names: tuple[str, ...]) -> None:
     for backend in BACKENDS:
         options: dict[str, Any] = {"q_lens": lens(*QUERIES), "variant": variant}
         found = attend_segments(q, segments, return_lse=True, backend=backend, **options)
-        assert_close(found, expected, 1e-5)
+        assert_close(found, expected, LIMIT)
 
 
 @pytest.mark.parametrize("names", [("window",), ("alibi_slopes", "tree_mask"), FIELDS], ids=len)
@@ -58,7 +55,7 @@ def test_many_queries_and_tokens(kind: str, names: tuple[str, ...]) -> None:
         assert len(freed) == 1
     for num_splits in (None, 1, 3):
         found = attend_segments(q, segments, num_splits=num_splits, return_lse=True, **options)
-        assert_close(found, expected, 1e-5)
+        assert_close(found, expected, LIMIT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -71,7 +68,7 @@ def test_one_query_is_the_same_with_an_axis_and_without(backend: str) -> None:
     expected = by_hand(q[:, None], keys, values, COUNTS, [1] * 4, variant)
     alone = variant._replace(score_offsets=variant.score_offsets[:, 0])
     out, lse = attend_segments(q, segments, variant=alone, **options)
-    assert_close((out[:, None], lse[:, None]), expected, 1e-5)
+    assert_close((out[:, None], lse[:, None]), expected, LIMIT)
     plain = attend_segments(q, segments, **options)
     same = attend_segments(q, segments, variant=AttentionVariant(), **options)
     assert all(map(torch.equal, same, plain))

@@ -7,24 +7,21 @@ from typing import Any
 import pytest
 import torch
 from attend import attend_segments
-from decode_rows import lens
+from decode_rows import BACKENDS, BOTH, LIMIT, lens
 from hypothesis import given
 from hypothesis import strategies as st
 from ragged_cases import each_alone, indptr
 from segment_cases import HEADS, assert_close, packed, segments_of
 from slow_cases import mark_slow
+from small_caches import layer_basis
 from torch._dynamo.testing import CompileCounterWithBackend
 from variant_cases import FIELDS, variant_with
 
 from kvquant import KVCache, RowFormat, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ShapeError
-from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
 
-BACKENDS = ("cpu", "reference")
-LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
-INT4 = RowFormat.parse("int4-g4", 64)
-BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
 LENS = (40, 0, 1, 17, 33)
 CHUNKS = (12, 3, 2, 0, 1)  # a chunk, more queries than tokens, none, one
 KINDS = ("linear", "pages", "ring", "cache")
@@ -106,8 +103,7 @@ def test_variants(names: tuple[str, ...], backend: str) -> None:
 
 def in_basis(kind: str) -> tuple[KVCache, LayerBasis]:
     """A cache of LENS tokens in a basis without or with a matrix."""
-    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
-    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), matrix) for _ in "kv"))
+    basis = layer_basis(kind)
     cache = KVCache(1, 5, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
     k, v = torch.randn(2, 5, HEADS, 40, 64)
     cache.append(0, k, v, LENS)

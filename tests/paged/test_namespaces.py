@@ -10,10 +10,9 @@ import latent_pages
 import pytest
 import torch
 from invariants import check_invariants
-from paged_cases import SINKS, extend, make, same, seen
+from paged_cases import SINKS, extend, make, same
 
 from kvquant import LatentPagedBatch
-from kvquant.errors import ConfigError
 from kvquant.paged.batch import PagedBatch
 
 PROMPT, WINDOWS = list(range(60)), {"windows": [None, 20]}
@@ -111,17 +110,3 @@ def test_any_text_is_a_namespace() -> None:
     assert batch.cache.namespace("a") == "" and batch.cache.namespace("b") is None
     assert found(batch, "first") == found(batch, Adapter.FIRST) == 51
     assert type(batch.cache.namespace("c")) is str
-
-
-@pytest.mark.parametrize("namespace", [7, True, b"one", ("one",), 1.5, [], PROMPT], ids=repr)
-def test_what_is_no_text_is_refused(namespace: Any) -> None:
-    batch = of_heads()
-    begin(batch, "a", "one")
-    before = seen(batch.cache)
-    message = "namespace is of type .*: give a string, or None for no namespace"
-    with pytest.raises(ConfigError, match=message):
-        batch.cache.allocate("b", PROMPT, namespace=namespace)
-    with pytest.raises(ConfigError, match=message):
-        batch.cache.match_prefix(PROMPT, namespace=namespace)
-    assert seen(batch.cache) == before
-    check_invariants(batch.cache)

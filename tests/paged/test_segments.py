@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from attend import attend_segments
-from segment_cases import lens as int32
+from decode_rows import INT4, in_pages, make_rows
+from decode_rows import lens as int32
 
-from kvquant import RowFormat, debug, decode_attention, quantize_rows
+from kvquant import RowFormat, debug, decode_attention
 from kvquant.errors import ShapeError
 from kvquant.rows.segment import Segment, check_segment_values
 
-INT4 = RowFormat.parse("int4-g4", 64)
 INT8 = RowFormat.parse("int8", 96)
 FORMATS: dict[str, Any] = {"k_format": INT4, "v_format": INT8}
 LENS = (33, 0, 64, 1)
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
 
-def paged(page_size: int, lens: Sequence[int] = LENS) -> tuple[Segment, Segment]:
-    """The same tokens without pages, and in pages in any order; all else is 0xFF, or no page."""
-    capacity = -(-max(lens) // page_size) * page_size
-    table = torch.full((len(lens), capacity // page_size + 1), -7, dtype=torch.int32)
-    used = [-(-seq_len // page_size) for seq_len in lens]
-    places = torch.randperm(sum(used) + 3)[: sum(used)].split(used)
-    linear, pages = [], []
-    for fmt in (INT4, INT8):
-        rows = quantize_rows(torch.randn(len(lens), 2, capacity, fmt.head_dim), fmt)
-        pool = torch.full((sum(used) + 3, 2, page_size, fmt.row_bytes), 255, dtype=torch.uint8)
-        for b, seq_len in enumerate(lens):
-            rows[b, :, seq_len:] = 255
-            table[b, : used[b]] = places[b]
-            pool[places[b]] = rows[b].unflatten(1, (-1, page_size)).transpose(0, 1)[: used[b]]
-        linear.append(rows)
-        pages.append(pool)
-    seq_lens = int32(*lens)
-    return (
-        Segment(linear[0], linear[1], seq_lens, INT4, INT8),
-        Segment(pages[0], pages[1], seq_lens, INT4, INT8, block_table=table),
-    )
+def paged(page_size: int, lens: tuple[int, ...] = LENS) -> tuple[Segment, Segment]:
+    """The same tokens without pages and in pages; all else is 0xFF, or no page."""
+    rows, seq_lens = [make_rows(fmt, lens, 2, 0) for fmt in (INT4, INT8)], int32(*lens)
+    linear = Segment(rows[0], rows[1], seq_lens, INT4, INT8)
+    (k_rows, v_rows), table = in_pages(rows, seq_lens, page_size)
+    return linear, linear._replace(k_rows=k_rows, v_rows=v_rows, block_table=table)
 
 
 def test_pages_and_their_table_may_have_any_strides() -> None:
@@ -89,7 +74,7 @@ def test_values_that_do_not_exist_are_named() -> None:
     num_pages = segment.k_rows.shape[0]
     too_high, below = table.clone(), table.clone()
     too_high[2, 3], below[0, 0] = num_pages, -1
-    pages = f"pages are 0 to {num_pages - 1}"
+    pages, nowhere = f"pages are 0 to {num_pages - 1}", int(table[0, 3])
     cases: list[tuple[Segment, str]] = [
         (segment._replace(seq_lens=lens + 64), "seq_lens of sequence 0 is 97: there is room for 0"),
         (segment._replace(seq_lens=lens - 1), "seq_lens of sequence 1 is -1: there is room for 0"),
@@ -98,7 +83,10 @@ def test_values_that_do_not_exist_are_named() -> None:
             segment._replace(block_table=below),
             f"block_table of sequence 0, entry 0, is -1: {pages}",
         ),
-        (segment._replace(seq_lens=lens + 16), f"sequence 0, entry 3, is -7: {pages}"),
+        (
+            segment._replace(seq_lens=lens + 16),
+            f"sequence 0, entry 3, is {nowhere}: {pages}",
+        ),
         (linear._replace(starts=int32(0, 0, 0, 64)), "starts of sequence 3 is 64: starts are 0 to"),
         (linear._replace(seq_slots=int32(0, -1, 2, 3)), "seq_slots of sequence 1 is -1: seq_slots"),
         (linear._replace(seq_slots=int32(0, 1, 4, 3)), "seq_slots of sequence 2 is 4: seq_slots"),

@@ -1,10 +1,12 @@
 """Bases of stored rows, and the rounding that goes with them (5 s)."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from small_caches import make_basis
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, ShapeError
@@ -17,16 +19,7 @@ HEADS, DIM = 2, 64
 EXACT = {"k_format": "fp16", "v_format": "fp16"}
 
 
-def basis(kind: str, seed: int = 0, *, clip: float | None = None, feedback: bool = False) -> Basis:
-    torch.manual_seed(seed)
-    matrix = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM)
-    moment = matrix @ matrix.mT
-    return Basis(
-        torch.randn(HEADS, DIM) * 4,
-        matrix if kind == "matrix" else None,
-        None if clip is None else torch.full((HEADS,), clip),
-        feedback_matrix(moment.double()).float() if feedback else None,
-    )
+basis = partial(make_basis, size=4.0)
 
 
 def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:

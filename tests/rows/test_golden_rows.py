@@ -1,4 +1,4 @@
-"""Rows written out by hand, and rows read the way other projects read them.
+"""Rows written out by hand.
 
 Every expected byte is derived in a comment from the contract in kvquant/rows/quantize.py, none was
 copied from a run. fp16 numbers are given as their bits; in the rows they stand low byte first.
@@ -6,13 +6,10 @@ copied from a run. fp16 numbers are given as their bits; in the rows they stand 
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 import torch
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
-from kvquant.rows.format import HEAD_DIMS
 
 BACKENDS = ("reference", "cpu")
 
@@ -179,63 +176,3 @@ def test_the_row_derived_by_hand_decodes(name: str, backend: str) -> None:
     rows = torch.tensor(list(bytes.fromhex(row)), dtype=torch.uint8)
     values = dequantize_rows(rows, RowFormat.parse(name, len(decoded)), backend=backend)
     assert values.tolist() == torch.tensor(decoded).tolist()
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_int4_rows_read_as_xformers_words(groups: int, head_dim: int) -> None:
-    """xFormers sees int32 words: one a group (low half scale, high shift), then 8 codes each."""
-    fmt = RowFormat("int4", groups, head_dim)
-    rows = quantize_rows(torch.randn(3, head_dim), fmt)
-    expected = dequantize_rows(rows, fmt).tolist()
-    for row, values in zip(rows.view(torch.int32).tolist(), expected, strict=True):
-        assert len(row) == groups + head_dim // 8
-        words = [word & 0xFFFFFFFF for word in row]
-        for element, value in enumerate(values):
-            params = words[element // (head_dim // groups)]
-            scale, shift = (
-                struct.unpack("<e", struct.pack("<H", bits))[0]
-                for bits in (params & 0xFFFF, params >> 16)
-            )
-            code = words[groups + element // 8] >> 4 * (element % 8) & 15
-            assert code * scale + shift == pytest.approx(value, rel=2**-23)
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_int3_rows_become_words_of_nibbles_by_masks_and_shifts(head_dim: int) -> None:
-    """A word of low bits and a half word of high ones hold 16 elements; two words of nibbles come
-    of them, of the even elements and of the odd ones."""
-    fmt = RowFormat("int3", 1, head_dim)
-    codes = torch.randint(0, 8, (3, head_dim))
-    codes[:, 0], codes[:, 1] = 0, 7  # shift 0 and scale 1: the values are the codes
-    for row, expected in zip(
-        quantize_rows(codes.float(), fmt).tolist(), codes.tolist(), strict=True
-    ):
-        row = row[fmt.header_bytes :]
-        for i in range(head_dim // 16):
-            low = int.from_bytes(bytes(row[4 * i :][:4]), "little")
-            high = int.from_bytes(bytes(row[head_dim // 4 + 2 * i :][:2]), "little")
-            high = high << 2 | high << 16
-            for j in (0, 1):
-                word = low >> 2 * j & 0x33333333 | high >> j & 0x44444444
-                found = [word >> 4 * k & 15 for k in range(8)]
-                assert found == expected[16 * i + j : 16 * i + 16 : 2]
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_fp8_rows_read_as_fbgemm_reads_them(head_dim: int) -> None:
-    """Bytes 0, 1: scale; 2, 3: shift; 4 + d: element d as E4M3; value = code * scale + shift."""
-    fmt = RowFormat("fp8", 1, head_dim)
-    rows = quantize_rows(3 * torch.randn(3, head_dim) + 1, fmt)
-    expected = dequantize_rows(rows, fmt).tolist()
-    for row, values in zip(rows.tolist(), expected, strict=True):
-        scale, shift = struct.unpack("<ee", bytes(row[:4]))
-        assert [e4m3(code) * scale + shift for code in row[4:]] == pytest.approx(values, rel=2**-23)
-
-
-def e4m3(code: int) -> float:
-    """The number of an E4M3 code, by the definition."""
-    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
-    assert code & 127 != 127, "NaN"
-    magnitude = (1 + mantissa / 8) * 2 ** (exponent - 7) if exponent else mantissa / 8 * 2**-6
-    return -magnitude if sign else magnitude

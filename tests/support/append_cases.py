@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from devices import moved
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.engine.contract import PageLayout
@@ -183,7 +184,7 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
         cos, sin, _ = angles(case.tokens, case.rotary_dim)
         call["rope"] = Rope(cos.to(device), sin.to(device), case.interleaved)
     call |= {"k": new[0], "v": new[1], "k_rows": rows[0], "v_rows": rows[1]}
-    call["slots"] = _moved(slots, device)
+    call["slots"] = moved(slots, device)
     call["bad"] = torch.tensor([3, 4], dtype=torch.int32, device=device) if case.bad else None
     return call
 
@@ -243,13 +244,6 @@ def plant(x: torch.Tensor) -> None:
         change(x[token])
 
 
-def _moved(slots: Slots, device: str) -> Slots:
-    packed, exact, evicted = slots
-    if exact is None or evicted is None:
-        return Slots(packed.to(device))
-    return Slots(packed.to(device), exact.to(device), evicted.to(device))
-
-
 def make_pages(case: Case, device: str = "cpu") -> tuple[torch.Tensor, RowFormat, torch.Tensor]:
     """Rows of any bytes in pages, their format, and slots of which some are none."""
     torch.manual_seed(0)
@@ -293,7 +287,7 @@ def _pages(case: Case, shape: tuple[int, ...]) -> torch.Tensor:
 
 def expected(call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What the call must leave in its tensors, by the meaning in torch, on the CPU."""
-    on_cpu = {name: _to_cpu(value) for name, value in call.items()}
+    on_cpu = {name: moved(value, "cpu") for name, value in call.items()}
     append(**on_cpu, backend="reference")
     return results(on_cpu)
 
@@ -302,14 +296,6 @@ def results(call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors that a call writes, on the CPU."""
     names = ("k_rows", "v_rows", "exact_k", "exact_v", "bad")
     return {name: call[name].cpu() for name in names if call.get(name) is not None}
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.cpu().clone()
-    if isinstance(value, Slots | Encoding | Rope):
-        return type(value)(*(_to_cpu(one) for one in value))
-    return value
 
 
 def differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:

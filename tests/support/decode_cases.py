@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from devices import moved
 from query_cases import make_variant
 
 from kvquant import AttentionVariant, RowFormat, quantize_rows
@@ -104,17 +105,8 @@ class Call(NamedTuple):
 
     def on(self, device: str) -> Call:
         """On another device."""
-        return Call(*(_moved(x, device) for x in self))
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, list):
-        return [_moved(x, device) for x in value]
-    if isinstance(value, Segment | AttentionVariant):
-        return type(value)(*(_moved(x, device) for x in value))
-    return value
+        made: Call = moved(self, device)
+        return made
 
 
 def make_call(case: Case) -> Call:

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+GONE = object()  # in place of a value: the key goes
 Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
@@ -50,3 +51,16 @@ def forge(path: Path, edit: Edit, *, digests: bool = True) -> None:
         del top["sha256"]
     edit(top, tensors)
     write(path, top, tensors)
+
+
+def put(place: str, value: Any, top: dict[str, Any]) -> None:
+    """Put a value at a place of a manifest: keys and indices with dots, names of tensors with /."""
+    *keys, last = (key.replace("/", ".") for key in place.split("."))
+    at: Any = top
+    for name in keys:
+        at = at[int(name) if isinstance(at, list) else name]
+    key: Any = int(last) if isinstance(at, list) else last
+    if value is GONE:
+        del at[key]
+    else:
+        at[key] = value

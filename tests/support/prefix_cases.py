@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from decode_rows import in_pages, nan_rows
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.rows.segment import Segment
-
-GARBAGE = 0xFF  # bytes of rows that nobody may read: NaN in every header and 16-bit row
 
 
 class PrefixCase(NamedTuple):
@@ -69,9 +68,8 @@ def make_prefix(
     lens = torch.tensor([tokens], dtype=torch.int32, device=device)
     table = None
     if page_size:
-        num_pages = -(-tokens // page_size)
-        table = torch.randperm(num_pages + 3, device=device)[:num_pages].int()[None]
-        k_rows, v_rows = (_in_pages(rows, table[0], page_size) for rows in (k_rows, v_rows))
+        (k_rows, v_rows), table = in_pages((k_rows, v_rows), lens, page_size)
+        table = table[:, :-1].to(device)  # of the prefix's own pages
     prefix = Segment(k_rows, v_rows, lens, k_format, v_format, None, table)
     return PrefixCase(prefix, q, out, scores.logsumexp(-1).flatten(1, 2))
 
@@ -80,18 +78,6 @@ def nothing_of_its_own(case: PrefixCase) -> Segment:
     """Segments of the sequences that hold no token."""
     prefix = case.prefix
     formats, shape = (prefix.k_format, prefix.v_format), (len(case.q), prefix.k_rows.shape[1], 32)
-    k_rows, v_rows = (_garbage(*shape, fmt.row_bytes, like=case.q) for fmt in formats)
+    k_rows, v_rows = (nan_rows(fmt, *shape).to(case.q.device) for fmt in formats)
     lens = torch.zeros(len(case.q), dtype=torch.int32, device=case.q.device)
     return Segment(k_rows, v_rows, lens, *formats)
-
-
-def _garbage(*shape: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.full(shape, GARBAGE, dtype=torch.uint8, device=like.device)
-
-
-def _in_pages(rows: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Rows [1, heads, tokens, row_bytes] in a pool of three pages more."""
-    pool = _garbage(len(pages) + 3, rows.shape[1], page_size, rows.shape[3], like=rows)
-    for page, some in zip(pages.tolist(), rows[0].split(page_size, dim=1), strict=True):
-        pool[page, :, : some.shape[1]] = some
-    return pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from decode_rows import INT4, State, nan_rows
+from decode_rows import INT4, State, in_pages, nan_rows
 from decode_rows import lens as lens
 from relative_l2 import relative_l2
 
@@ -18,19 +18,6 @@ HEADS = 2  # of K and V
 def packed(*shape: int, fmt: RowFormat = INT4) -> torch.Tensor:
     """Rows of normal values."""
     return quantize_rows(torch.randn(*shape, fmt.head_dim), fmt, backend="reference")
-
-
-def pages_of(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, fmt: RowFormat) -> Segment:
-    """Rows [batch, heads, capacity, row_bytes] in pages of 16, in any order; others are NaN."""
-    batch, heads, capacity, _ = k.shape
-    each = -(-capacity // 16)
-    table = torch.randperm(batch * each, dtype=torch.int32).view(batch, each)
-    pools = [nan_rows(fmt, batch * each, heads, 16) for _ in "kv"]
-    for b, count in enumerate(counts.tolist()):
-        for token in range(count):
-            for pool, rows in zip(pools, (k, v), strict=True):
-                pool[table[b, token // 16], :, token % 16] = rows[b, :, token]
-    return Segment(pools[0], pools[1], counts, fmt, fmt, None, table)
 
 
 def ring_of(
@@ -69,7 +56,8 @@ def segments_of(
     linear = Segment(k, v, seq_lens, fmt, fmt)
     segment = linear
     if kind == "pages":
-        segment = pages_of(k, v, seq_lens, fmt)
+        (k, v), table = in_pages((k, v), seq_lens, 16)
+        segment = Segment(k, v, seq_lens, fmt, fmt, None, table)
     elif kind == "ring":
         segment = ring_of(k, v, seq_lens, fmt, 2)
     keys, values = torch.zeros(2, len(counts), HEADS, longest, dim)

@@ -1,4 +1,7 @@
-"""Run cases of a script in numba's simulator, which needs processes of its own."""
+"""Run cases of a script in numba's simulator, which needs processes of its own.
+
+A script answers each line of JSON on stdin, a name and a case, by one on stdout.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from made_up_codec import INT5
+
+from kvquant.rows.codec import CODECS
 
 ROOT = Path(__file__).parents[2]
 CASES_PER_PROCESS = 16  # a process takes three seconds to start
@@ -37,11 +46,11 @@ def run_selected(
 
     Args:
         request: of a fixture in that file, whose tests have a parameter "name".
-        script: beside that file; answers each line of JSON, a name and a case, by one.
+        script: beside that file; it calls `answer`.
         cases: by name.
 
     Returns:
-        The answers by name.
+        By name, what the script found of each case, or "problem".
     """
     names = [
         str(item.callspec.params["name"])
@@ -68,4 +77,18 @@ def run_selected(
     with ThreadPoolExecutor(count) as pool:
         outputs = pool.map(run, [lines[i::count] for i in range(count)])
         answers = [json.loads(line) for output in outputs for line in output.splitlines()]
-    return {answer["name"]: answer for answer in answers}
+    return {answer.pop("name"): answer for answer in answers}
+
+
+def answer(run: Callable[[str, dict[str, Any]], dict[str, float]]) -> None:
+    """What a script does: tell what `run` finds of each case, or why it fails."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    CODECS[INT5.name] = INT5
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            found: dict[str, Any] = run(request["name"], request["case"])
+        except BaseException:
+            found = {"problem": traceback.format_exc()}
+        print(json.dumps({"name": request["name"], **found}), flush=True)

@@ -33,11 +33,30 @@ def assert_same(cache: KVCache, other: KVCache) -> None:
             assert torch.equal(tensor.cpu(), two.tensors()[name].cpu()), name
 
 
+def make_basis(
+    kind: str = "none",
+    seed: int = 0,
+    *,
+    size: float = 1.0,
+    clip: float | None = None,
+    feedback: bool = False,
+) -> Basis:
+    """Offsets of a size and, of kind "matrix", matrices with an inverse; of a seed the same."""
+    torch.manual_seed(seed)
+    matrix = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM)
+    return Basis(
+        size * torch.randn(HEADS, DIM),
+        matrix if kind == "matrix" else None,
+        None if clip is None else torch.full((HEADS,), clip),
+        feedback_matrix((matrix @ matrix.mT).double()).float() if feedback else None,
+    )
+
+
+def layer_basis(kind: str) -> LayerBasis:
+    return LayerBasis(make_basis(kind), make_basis(kind, 5))
+
+
 def rounding_basis() -> LayerBasis:
     """Offsets, clip ratios and feedback. No matrix, whose products depend in their
     last bits on how many rows are multiplied."""
-    torch.manual_seed(5)
-    roots = torch.randn(HEADS, DIM, DIM).double()
-    feedback = feedback_matrix(roots @ roots.mT + 0.1 * torch.eye(DIM)).float()
-    k = Basis(torch.randn(HEADS, DIM), clip=torch.full((HEADS,), 0.9))
-    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), feedback=feedback))
+    return LayerBasis(make_basis(clip=0.9), make_basis(seed=5, feedback=True))

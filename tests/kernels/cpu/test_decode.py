@@ -12,6 +12,7 @@ from decode_rows import (
     BOTH,
     INT4,
     KINDS,
+    LIMIT,
     RAGGED,
     SMALL,
     WHOLE,
@@ -43,7 +44,6 @@ from kvquant.kernels.cpu.parallel import run
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 
-LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
 # K, V: every codec, groups of whole chunks of 16 elements and others, each head_dim, K wider than V
 PAIRS = [
     (("int3", 1, 80), ("int2", 1, 128)),

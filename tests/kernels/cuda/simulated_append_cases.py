@@ -1,4 +1,4 @@
-"""Run append and dequantize kernels in numba's simulator: cases from stdin, one JSON a line.
+"""Run append and dequantize kernels in numba's simulator: cases from stdin.
 
 A process of its own, because numba reads NUMBA_ENABLE_CUDASIM once, when it is imported. The
 kernels are launched by their own launchers, so that what these pack is tested, too.
@@ -6,10 +6,6 @@ kernels are launched by their own launchers, so that what these pack is tested, 
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,8 +24,8 @@ from append_cases import (
     make_pages,
     results,
 )
-from made_up_codec import INT5
 from simulated_launches import Simulation, orders_of, simulated
+from simulator_cases import answer
 
 from kvquant.kernels.cuda.affine import launch as transforming
 from kvquant.kernels.cuda.affine.launch import AffineSpec
@@ -40,7 +36,6 @@ from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
 from kvquant.kernels.cuda.runtime import tensors
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.rows.basis import Queries, transform_rows
-from kvquant.rows.codec import CODECS
 
 
 def make_queries(case: Case) -> Queries:
@@ -129,31 +124,21 @@ def one_warp_blocks(
         yield simulation
 
 
-def main() -> None:
-    """Answer every line of stdin."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    CODECS[INT5.name] = INT5
-    for line in sys.stdin:
-        task = json.loads(line)
-        result = {"name": task["name"], "problem": ""}
-        try:
-            name = task["name"]
-            run = run_dequantize if name.startswith("dequantize") else run_append
-            is_step = not name.startswith("feedback,") and "prompt" not in name
-            how = (
-                "before sm_89" not in name,
-                "a lane a row" not in name,
-                (3 if "few blocks" in name else 12) * is_step,
-            )
-            case = Case(**task["case"])
-            for backwards in orders_of(name, both=case.exact != ""):  # rows leave their slots
-                with one_warp_blocks(*how, backwards) as simulation:
-                    run(case, simulation)
-        except BaseException:
-            result["problem"] = traceback.format_exc()
-        print(json.dumps(result), flush=True)
+def run_case(name: str, options: dict[str, Any]) -> dict[str, float]:
+    """Compare with the meaning; a name says how the kernels run."""
+    run = run_dequantize if name.startswith("dequantize") else run_append
+    is_step = not name.startswith("feedback,") and "prompt" not in name
+    how = (
+        "before sm_89" not in name,
+        "a lane a row" not in name,
+        (3 if "few blocks" in name else 12) * is_step,
+    )
+    case = Case(**options)
+    for backwards in orders_of(name, both=case.exact != ""):  # rows leave their slots
+        with one_warp_blocks(*how, backwards) as simulation:
+            run(case, simulation)
+    return {}
 
 
 if __name__ == "__main__":
-    main()
+    answer(run_case)

@@ -1,15 +1,11 @@
-"""Run decode kernels in numba's simulator: cases from stdin, one JSON a line, results to stdout.
+"""Run decode kernels in numba's simulator: cases from stdin, see tests/support/simulator_cases.py.
 
 A process of its own, because numba reads NUMBA_ENABLE_CUDASIM once, when it is imported.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import traceback
-import warnings
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,8 +13,8 @@ from unittest import mock
 import torch
 from decode_cases import Case, make_call
 from forced_plan import forced
-from made_up_codec import INT5
 from simulated_launches import orders_of, simulated
+from simulator_cases import answer
 
 from kvquant.kernels.cuda.decode import launch as launching
 from kvquant.kernels.cuda.decode.plan import Plan
@@ -27,13 +23,13 @@ from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.decode.wide.spec import widened
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.call import AttentionCall
-from kvquant.rows.codec import CODECS
 
 A_GPU = GPU("H200", (9, 0), 132, 233472, 232448)
 
 
-def run_case(name: str, case: Case) -> dict[str, float]:
+def run_case(name: str, options: dict[str, Any]) -> dict[str, float]:
     """Errors against the reference: of out, relative, in L2, and of the lse, absolute."""
+    case = Case(**options)
     made = make_call(case)
     q, segments, expected, expected_lse = made.q, made.segments, made.out, made.lse
 
@@ -86,19 +82,5 @@ def run_case(name: str, case: Case) -> dict[str, float]:
     return {"out": float(error), "lse": float((lse.double() - expected_lse)[~empty].abs().max())}
 
 
-def main() -> None:
-    """Answer every line {"name": ..., "case": {...}} by {"name": ..., errors or "problem"}."""
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    CODECS[INT5.name] = INT5
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            result: dict[str, Any] = dict(run_case(request["name"], Case(**request["case"])))
-        except Exception:
-            result = {"problem": traceback.format_exc()}
-        print(json.dumps({"name": request["name"], **result}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(run_case)

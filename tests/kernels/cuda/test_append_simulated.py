@@ -187,7 +187,7 @@ def results(request: pytest.FixtureRequest) -> Results:
 
 @pytest.mark.parametrize("name", mark_slow(CASES, USUAL))
 def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
-    assert not results[name]["problem"], results[name]["problem"]
+    assert not results[name], results[name]["problem"]
 
 
 @pytest.mark.gpu

@@ -294,9 +294,10 @@ def test_the_sources_that_machine_code_depends_on_are_hashed(
 
 @needs_numba_cuda
 def test_the_sources_are_all_that_a_kernel_loads() -> None:
-    """Of every operation, in a process of its own."""
+    """Of every operation, in a process of its own; the key has all fields of its spec."""
     code = """
 import sys
+from dataclasses import fields, is_dataclass
 from kvquant.kernels.cuda.affine import launch
 from kvquant.kernels.cuda.append import spec
 from kvquant.kernels.cuda.decode import spec
@@ -317,6 +318,9 @@ specs = Spec.__subclasses__()
 for spec in specs:
     specs += spec.__subclasses__()
 specs = [one for one in specs if hasattr(one, "kernel")]
+parts = [x for one in specs for x in vars(sys.modules[one.__module__]).values() if is_dataclass(x)]
+parts = [one for one in parts if "kvquant.kernels." in one.__module__]  # a format is told whole
+assert all(field.repr for one in (*specs, *parts) for field in fields(one))
 launched, sources = files(), set()
 for one in specs:
     importlib.import_module("kvquant.kernels.cuda." + one.kernel.rpartition(".")[0])
