@@ -127,7 +127,8 @@ class Settings:
         """The same with the formats of one layer; UnsupportedError if the plan has no such one."""
         if self.plan is None:
             return self
-        k_format, v_format = self.plan.formats[_place(self.plan, layer)]
+        place, plan = _place(self.plan, layer), self.plan
+        k_format, v_format = str(plan.k_formats[place]), str(plan.v_formats[place])
         if (k_format, v_format) == (self.k_format, self.v_format):
             return self
         return replace(self, k_format=k_format, v_format=v_format)

@@ -525,11 +525,12 @@ class KVQuantImpl(AttentionImpl[Step]):
 
     Attributes:
         rows: of the layer, from the builder, once the model is loaded.
-        own: the settings, with the layer's own formats once the model is loaded.
+        own: the settings with the layer's own formats, once the model is loaded.
         is_draft: whether the layer is of a draft model (EAGLE and MTP heads, too).
     """
 
     rows: LayerRows
+    own: Settings
     room: list[torch.Tensor] | None
 
     def __init__(
@@ -555,7 +556,6 @@ class KVQuantImpl(AttentionImpl[Step]):
         self.longest = config.model_config.max_model_len
         self.config, self.room = config, None
         self.recent_len = 0
-        self.own: Settings = backend_of(KVQuantBackend, OURS[0], request_of(config)).settings
         if attn_type == AttentionType.DECODER:
             begin_to_compile(config, self)
 
@@ -564,9 +564,10 @@ class KVQuantImpl(AttentionImpl[Step]):
 
         queries is the most that a decoding sequence has: 1, and its drafted tokens.
         """
+        settings = backend_of(KVQuantBackend, OURS[0], request_of(vllm_config)).settings
         variant, heads = self.variant(torch.device("cpu")), _heads_of(vllm_config)
-        for place in probable_places(self.own, self):
-            own = self.own if place is None else self.own.of_layer(place)
+        for place in probable_places(settings, self):
+            own = settings if place is None else settings.of_layer(place)
             layout = own.layout(self.num_kv_heads, self.head_size, self.head_size)
             basis = None if place is None else own.basis(place, heads, layout)
             rows = LayerRows(layout, self.scale, basis, variant, own.prompts_from_rows)
@@ -581,9 +582,10 @@ class KVQuantImpl(AttentionImpl[Step]):
         for name, layer in get_layers_from_vllm_config(self.config, Attention).items():
             if layer.impl is not self:
                 continue
+            backend = layer.attn_backend
+            self.own = backend.settings
             with suppress(UnsupportedError):  # the builder names the layer, and the reason
                 self.own = settings_of(name, layer)
-            backend = layer.attn_backend
             if backend.own is None and self.own is not backend.settings:
                 if takes_unlike_pages(self.config):
                     formats = self.own.k_format, self.own.v_format

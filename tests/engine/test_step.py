@@ -55,6 +55,7 @@ CASES = [
     ("int4-g4", "int4-g4", True, "gpt-oss"),
     ("int8", "int8", False, "alibi"),
     ("int3", "int2", True, "plain"),
+    ("int8-g8", "int4-g4", False, "gpt-oss"),
 ]
 
 

@@ -94,7 +94,7 @@ def test_layers_have_formats_of_their_own(
     plan: str, tmp_path: Path, told: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And pages as large as their rows; with chunks, preemption, prefixes, drafts, and pages that
-    another engine has stored."""
+    another engine has stored, or the host."""
     from vllm.config import KVTransferConfig
 
     names = ["int8 int4", "int4-g4 int4-g4", "int4-g4 int4-g4", "int8 int8"]
@@ -125,7 +125,19 @@ def test_layers_have_formats_of_their_own(
         with engine(rows, kv_transfer_config=storage) as llm:
             texts += generate(llm, long, TOKENS)
             assert counter(llm, "external_prefix_cache_hits") == hits
-    check_answers(Settings.parse(rows), prompts + 2 * long, texts, MODEL, most=0.15)
+    host = {"spec_name": "HostSpec", "spec_module_path": "host_offloading"}
+    offloading = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": 64 << 20, **host},
+    )
+    with engine(rows, kv_transfer_config=offloading) as llm:
+        for _ in range(2):
+            texts += generate(llm, long, TOKENS)
+            generate(llm, prompts[:1], TOKENS)  # pages are on their way
+            assert llm.reset_prefix_cache()
+        assert counter(llm, "external_prefix_cache_hits") >= 128 + 192 + 256
+    check_answers(Settings.parse(rows), prompts + 4 * long, texts, MODEL, most=0.15)
 
 
 def test_pages_of_a_hybrid_are_as_large_as_the_largest(
