@@ -20,7 +20,7 @@ from ..engine.window import Window, WindowRows, slots_for
 from ..errors import UnsupportedError, refuse
 from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
-from .environment import settings
+from .environment import settings, weights_of
 from .pool import pages_of, row_bytes
 
 
@@ -45,8 +45,17 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     ]
     rows_of = partial(_rows_of, runner=runner, settings=settings)
     found = rows_of_each(layers, rows_of, "with another --attention-backend", refused)
-    tell_settings(settings, runner.model_config.model_path)
+    tell_settings(settings, weights_of(runner.server_args), _room(runner.token_to_kv_pool))
     return {layers[name].layer_id: rows for name, rows in found.items()}
+
+
+def _room(pool: Any) -> str:
+    """Tokens of the pool, or of its parts, and the bits of an element."""
+    parts = [pool.full_kv_pool, pool.swa_kv_pool] if has_windows(pool) else [pool]
+    layout = parts[0].layout
+    dims = layout.k_format.head_dim + layout.v_format.head_dim
+    tokens = " and, in layers with a window, ".join(f"{part.size:,}" for part in parts)
+    return f"{tokens} tokens, {8 * sum(row_bytes(layout)) / dims:.3g} bits per element"
 
 
 def _saved_config(runner: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from ..engine.hooks import hook
 from ..engine.settings import (
     LatentSettings,
     Settings,
+    folder_of,
     rank_heads,
     rows_of_each,
     tell_settings,
@@ -229,7 +230,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         # a draft model reads verified tokens, and the one that came after them
         self.most_queries = self.reorder_batch_threshold + self.is_draft
         warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
-        tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
+        first = self._layers[0]
+        elements = first.num_kv_heads * (first.head_size + first.head_size_v)
+        tell_rows(first.attn_backend.settings, vllm_config, kv_cache_spec, elements)
 
     def _calls(self, layer: Attention) -> StepCalls:
         given = layer.impl.rows, layer.num_heads, self.most_queries
@@ -425,11 +428,28 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
     )
 
 
-def tell_rows(settings: Settings | LatentSettings, vllm_config: VllmConfig) -> None:
-    """Log once which rows an engine has, and which layers have none."""
-    tell_settings(settings, vllm_config.model_config.model)
+def tell_rows(
+    settings: Settings | LatentSettings, vllm_config: VllmConfig, spec: AttentionSpec, elements: int
+) -> None:
+    """Log once which rows an engine has, in how many pages, and which layers have none.
+
+    spec is that of a layer's pages, elements are those of a token in it.
+    """
+    cache = vllm_config.cache_config
+    if cache.num_gpu_blocks is None:  # a trial of CUDA graphs, with other pages
+        return
+    tokens = cache.num_gpu_blocks * cache.block_size
+    bits = 8 * spec.unpadded_page_size_bytes / spec.block_size / elements
+    room = f"{tokens:,} tokens in {cache.num_gpu_blocks:,} pages, {bits:.3g} bits per element"
+    tell_settings(settings, weights_of(vllm_config), room)
     for name, layers in _without_rows(vllm_config).items():
         _tell_without_rows(name, tuple(layers))
+
+
+def weights_of(config: VllmConfig) -> str | None:
+    """The folder of the served model's weights, as folder_of."""
+    model, load = config.model_config, config.load_config
+    return folder_of(model.model, load.load_format, model.revision, load.download_dir)
 
 
 def _without_rows(vllm_config: VllmConfig) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..engine.hooks import check_version, hook
+from ..engine.settings import accuracy_of
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from .entries import LATENT, OURS, asked_of, chooses_custom
 
@@ -66,7 +67,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_keys(given)
     if config is not None and asked_of(config) is not None:
         check_version("vllm")
-        from .backend import KVQuantBackend, backend_of, is_draft, request_of
+        from .backend import KVQuantBackend, backend_of, is_draft, request_of, weights_of
 
         request = request_of(config)
         if name in LATENT or (name == "CUSTOM" and _has_latents(config, is_draft())):
@@ -74,7 +75,10 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
 
             return backend_of(KVQuantLatentBackend, name, request)
         if name in OURS:
-            return backend_of(KVQuantBackend, name, request)
+            backend = backend_of(KVQuantBackend, name, request)
+            if config.model_config is not None:
+                accuracy_of(backend.settings, weights_of(config))  # before weights are loaded
+            return backend
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which
             _check_choice(name, config.attention_config)
     if name == "CUSTOM":

@@ -214,6 +214,20 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
     return folder
 
 
+def folder_here(source: str, revision: str | None, cache_dir: str | None) -> str | None:
+    """A model's folder, or that of a name in the hub's cache folder; None: nothing is downloaded.
+
+    revision and cache_dir are those of the hub, None for its own.
+    """
+    if os.path.isdir(source):
+        return source
+    with suppress(OSError, ValueError):
+        return huggingface_hub.snapshot_download(
+            source, revision=revision, cache_dir=cache_dir, local_files_only=True
+        )
+    return None
+
+
 @contextmanager
 def _placed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name and the options by which transformers finds a folder or a GGUF file."""
