@@ -67,19 +67,19 @@ def check(
     from ..evaluation.check import check as run
     from ..evaluation.check import check_size, parse_memory, render
     from ..hf.hybrid import HybridModel, load_decoder
-    from ..hf.model import loaded
-    from ..hf.models.loading import load_config
+    from ..hf.models.loading import load, load_config
     from ..hf.plans import plan_of_model
     from ..io.model_id import model_identity
     from ..io.plan import AUTO, as_plan
     from ..io.plan_store import stored_plan
+    from ..rows.arguments import check_device
     from ..text import progress
 
     if k_format is not None:
         others = "memory", "size_only", "plan", "text", "samples", "json_file"
         refuse_options(others, "does not go with --k-format")
-        reader = HybridModel(**loaded(model, getattr(torch, dtype), device))  # any model, untried
-        reader.new_cache(1, 1, k_format=k_format)
+        found, _, _ = load(model, getattr(torch, dtype), has_tokenizer=False)
+        HybridModel(found.to(check_device(device))).new_cache(1, 1, k_format=k_format)
         click.echo(f"K rows of {k_format} without a plan are not refused")
         return
     room = None if memory is None else parse_memory(memory)

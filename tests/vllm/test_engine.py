@@ -4,6 +4,7 @@ with those of transformers in float32, whose attention is given the same rows (2
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from engine_reference import check_answers
 from safetensors.torch import load_file, save_file
+from tiny_models import biased_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -41,8 +43,9 @@ from vllm_engines import (
 )
 from vllm_texts import abort_second
 
-from kvquant import CachedModel, CachePlan, ConfigError, UnsupportedError
+from kvquant import AccuracyError, CachedModel, CachePlan, ConfigError, UnsupportedError
 from kvquant.calibration.fidelity import Planned, Reference, Scheme
+from kvquant.engine import settings
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import FEW, Step, describe_step
 
@@ -85,6 +88,34 @@ def test_answers_are_those_of_the_same_rows(
         assert counter(llm, "prefix_cache_hits") == 0
         assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
     check_answers(Settings.parse(rows), prompts + again + stored, texts, MODEL)
+
+
+def test_rows_that_ruin_a_model_stop_an_engine(
+    tmp_path: Path, probe: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start probes it, a start with weights that are not there does not."""
+    biased_model().model.save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(settings, "_made_figure", probe)
+    monkeypatch.setattr(logging.getLogger("kvquant"), "handlers", [caplog.handler])
+    given: dict[str, Any] = {"model": str(tmp_path / "model"), "skip_tokenizer_init": True}
+    given |= {"max_model_len": 128, "num_gpu_blocks_override": 12}
+    with (
+        pytest.raises(AccuracyError, match="K rows of int4-g4 .* are ruined"),
+        engine(INT4, **given),
+    ):
+        pass
+    assert "probing K rows" in caplog.text and "Loading weights took" not in caplog.text
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {"load_format": "dummy"}, "was not probed: its weights are random"),
+        ({"accept_loss": True}, {}, "from 0.12 on texts are ruined"),
+    ]
+    for more, options, warning in cases:
+        caplog.clear()
+        with engine({**INT4, **more}, **given, **options):
+            rows = "K rows int4-g4, V rows int4-g4: 384 tokens in 12 pages, 6 bits per element"
+            assert rows in caplog.text and warning in caplog.text
+            assert "probing K rows" not in caplog.text
 
 
 def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read() -> None:

@@ -41,7 +41,11 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load(
-    source: str | Path, dtype: torch.dtype, tp_plan: TensorPlan | None = None
+    source: str | Path,
+    dtype: torch.dtype,
+    tp_plan: TensorPlan | None = None,
+    *,
+    has_tokenizer: bool = True,
 ) -> tuple[Any, Any, torch.dtype | None]:
     """Load a model and its tokenizer; the third result is the dtype of the saved model.
 
@@ -51,6 +55,7 @@ def load(
         source: as of located; weights of a GGUF file are dequantized.
         dtype: of weights and arithmetic.
         tp_plan: as of CachedModel.from_pretrained.
+        has_tokenizer: else the tokenizer is None.
 
     Raises:
         ConfigError: as located; no model that transformers loads by its own code from safetensors
@@ -94,7 +99,7 @@ def load(
                 model.name_or_path = model.config.name_or_path = str(folder)
             what = f"the tokenizer of {folder}"
             advice = "put its files there (tokenizer.json, tokenizer_config.json)"
-            tokenizer = _tokenizer(folder, where, options)
+            tokenizer = _tokenizer(folder, where, options) if has_tokenizer else None
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
