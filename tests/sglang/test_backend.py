@@ -144,6 +144,10 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
             get_total_num_kv_heads=lambda: KV_HEADS,
         ),
         server_args=SimpleNamespace(
+            model_path="a folder",
+            load_format="dummy",
+            revision=None,
+            download_dir=None,
             chunked_prefill_size=64,
             tp_size=1,
             max_prefill_tokens=128,

@@ -70,9 +70,9 @@ def test_rows_that_ruin_a_model_are_refused_before_it_is_loaded(tmp_path: Path) 
     biased_model().model.save_pretrained(tmp_path / "model")
     env = {"KVQUANT_CACHE_DIR": str(tmp_path / "cache")}
     done = run_engine(INT4, [], tmp_path / "model", env, page_size=16)
-    assert done.returncode and "probing K rows" in done.stderr, done.stderr[-6000:]
-    assert "AccuracyError: K rows of int4-g4" in done.stderr
-    assert "Load weight begin" not in done.stderr
+    assert done.returncode and ", in _admit" in done.stderr, done.stderr[-6000:]
+    assert "AccuracyError: K rows of int4-g4 without a plan" in done.stderr
+    assert len([*(tmp_path / "cache" / "probes").glob("[!.]*")]) == 1, "kept for the next start"
 
 
 RANDOM = [7 * i * i % 253 + 3 for i in range(1000)]

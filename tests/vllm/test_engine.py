@@ -101,11 +101,11 @@ def test_rows_that_ruin_a_model_stop_an_engine(
     given: dict[str, Any] = {"model": str(tmp_path / "model"), "skip_tokenizer_init": True}
     given |= {"max_model_len": 128, "num_gpu_blocks_override": 12}
     with (
-        pytest.raises(AccuracyError, match="K rows of int4-g4 .* are ruined"),
+        pytest.raises(AccuracyError, match=r"K rows of int4-g4 .* are ruined"),
         engine(INT4, **given),
     ):
         pass
-    assert "probing K rows" in caplog.text and "Loading weights took" not in caplog.text
+    assert "probing K rows" in caplog.text
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"load_format": "dummy"}, "was not probed: its weights are random"),
         ({"accept_loss": True}, {}, "from 0.12 on texts are ruined"),
