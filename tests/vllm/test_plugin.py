@@ -168,7 +168,8 @@ def test_which_kind_of_rows_custom_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the model that is made: the draft model may be of the other kind."""
     from vllm.compilation.backends import set_model_tag
 
-    heads, latents = (SimpleNamespace(use_mla=mla, model="a folder") for mla in (False, True))
+    given = {"model": "a folder", "revision": None}
+    heads, latents = (SimpleNamespace(use_mla=mla, **given) for mla in (False, True))
     for model, drafts, rows in ((latents, heads, LATENT_ROWS), (heads, latents, ROWS)):
         other = LATENT_ROWS if rows is ROWS else ROWS
         with current(**rows) as config:
