@@ -246,7 +246,7 @@ def _kept_plan(source: str) -> str:
     if plan is None:
         try:
             with locked(path):
-                plan = stored_plan(identity) or _made_plan(source, identity)
+                plan = _made_plan(source, identity)
         except OSError as error:
             raise ConfigError(
                 f'no plan can be kept ({error}): set KVQUANT_CACHE_DIR, or leave "plan" out'
@@ -274,26 +274,24 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
 def _made_apart(
     what: str, arguments: Sequence[str], kept: Callable[[], Made | None], nbytes: int = 0
 ) -> Made | None:
-    """What a command of kvquant keeps, run in a process that frees its memory when it ends.
+    """What is kept, by now or by a command of kvquant, whose process frees its memory as it ends.
 
     It runs on the engine's GPU and, if that has no room for the model, on the CPU, if that has
     nbytes: else the system would end processes.
     """
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
     alone = {name: value for name, value in os.environ.items() if name not in ranks}
-    devices, made = ["cpu"], None
+    devices, made = ["cpu"], kept()  # another process may have made it meanwhile
     if torch.cuda.is_available():
         index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         devices.insert(0, f"cuda:{index}")
     for device in devices:
-        if device == "cpu" and nbytes > (available_memory() or nbytes):
+        if made is not None or (device == "cpu" and nbytes > (available_memory() or nbytes)):
             break
         command = [sys.executable, "-m", "kvquant", *arguments, "--device", device]
         log.warning("kvquant: %s: %s", what, shlex.join(command))
         subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False)
         made = kept()
-        if made is not None:
-            break
     return made
 
 
@@ -319,10 +317,10 @@ def accuracy_of(settings: Settings, folder: str | None) -> str:
     Raises:
         AccuracyError: these rows ruin the model's texts, and the user has not accepted that.
     """
-    k_format = settings.k_format
-    if settings.plan is not None or k_format is None or _is_later_rank():
+    k_format, ranks = settings.k_format, torch.distributed
+    if ranks.is_available() and ranks.is_initialized() and ranks.get_rank():
         return ""
-    if RowFormat.parse(k_format, 128).bits > FEW_BITS:
+    if settings.plan or k_format is None or RowFormat.parse(k_format, 128).bits > FEW_BITS:
         return ""
     rows = f"K rows of {k_format} without a plan"
     ways = 'give a "plan" of kvquant calibrate, "plan": "auto", or "k_format": "int8"'
@@ -339,11 +337,6 @@ def accuracy_of(settings: Settings, folder: str | None) -> str:
     return found if figure >= WARNED else ""
 
 
-def _is_later_rank() -> bool:
-    ranks = torch.distributed
-    return ranks.is_available() and ranks.is_initialized() and ranks.get_rank() > 0
-
-
 def _figure(folder: str | None, k_format: str, accept_loss: bool) -> float:
     """The kept figure of a model's probe with one K format, or a new one."""
     from ..hf.models.probe import figure_path, kept_figure
@@ -352,30 +345,25 @@ def _figure(folder: str | None, k_format: str, accept_loss: bool) -> float:
         raise ConfigError("its weights are random, or in no folder here")
     path = figure_path(folder, k_format)
     figure = kept_figure(path)
-    if figure is None and accept_loss:
-        raise ConfigError('"accept_loss" is true')
-    command = "check", folder, "--k-format", k_format, "--dtype", "bfloat16"
-    if figure is None:
-        figure = _made_figure(path, command)
+    if figure is None and not accept_loss:
+        figure = _made_figure(path, folder, k_format)
     if figure is None:
         raise ConfigError(
-            f"`kvquant {shlex.join(command)}` kept no figure (its words are above; it needs room "
-            "for a second copy of the model)"
+            f"no figure is kept. `kvquant check {folder} --k-format {k_format}` makes one, where "
+            "there is room for a second copy of the model"
         )
     return figure
 
 
 @lru_cache  # what fails is tried once
-def _made_figure(path: Path, command: tuple[str, ...]) -> float | None:
+def _made_figure(path: Path, folder: str, k_format: str) -> float | None:
     from ..hf.models.probe import kept_figure
 
-    kept = partial(kept_figure, path)
-    size = sum(file.stat().st_size for file in Path(command[1]).glob("*.safetensors"))
+    command = ["check", folder, "--k-format", k_format, "--dtype", "bfloat16"]
+    nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     with locked(path):
-        found = kept()  # another process may have made it meanwhile
-        if found is None:
-            found = _made_apart("probing K rows, which takes seconds", command, kept, size)
-    return found
+        what = "probing K rows, which takes seconds"
+        return _made_apart(what, command, partial(kept_figure, path), nbytes)
 
 
 def rows_of_each(

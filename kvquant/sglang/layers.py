@@ -45,17 +45,11 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     ]
     rows_of = partial(_rows_of, runner=runner, settings=settings)
     found = rows_of_each(layers, rows_of, "with another --attention-backend", refused)
-    tell_settings(settings, weights_of(runner.server_args), _room(runner.token_to_kv_pool))
+    first = next(iter(found.values())).layout
+    bits = 8 * sum(row_bytes(first)) / (first.k_format.head_dim + first.v_format.head_dim)
+    room = f"{runner.token_to_kv_pool.size:,} tokens, {bits:.3g} bits an element"
+    tell_settings(settings, weights_of(runner.server_args), room)
     return {layers[name].layer_id: rows for name, rows in found.items()}
-
-
-def _room(pool: Any) -> str:
-    """Tokens of the pool, or of its parts, and the bits of an element."""
-    parts = [pool.full_kv_pool, pool.swa_kv_pool] if has_windows(pool) else [pool]
-    layout = parts[0].layout
-    dims = layout.k_format.head_dim + layout.v_format.head_dim
-    tokens = " and, in layers with a window, ".join(f"{part.size:,}" for part in parts)
-    return f"{tokens} tokens, {8 * sum(row_bytes(layout)) / dims:.3g} bits per element"
 
 
 def _saved_config(runner: Any) -> dict[str, Any]:

@@ -436,12 +436,10 @@ def tell_rows(
     spec is that of a layer's pages, elements are those of a token in it.
     """
     cache = vllm_config.cache_config
-    if cache.num_gpu_blocks is None:  # a trial of CUDA graphs, with other pages
-        return
-    tokens = cache.num_gpu_blocks * cache.block_size
-    bits = 8 * spec.unpadded_page_size_bytes / spec.block_size / elements
-    room = f"{tokens:,} tokens in {cache.num_gpu_blocks:,} pages, {bits:.3g} bits per element"
-    tell_settings(settings, weights_of(vllm_config), room)
+    if pages := cache.num_gpu_blocks:  # None in a trial of CUDA graphs, which has other pages
+        bits = 8 * spec.unpadded_page_size_bytes / spec.block_size / elements
+        room = f"{pages * cache.block_size:,} tokens in {pages:,} pages, {bits:.3g} bits an element"
+        tell_settings(settings, weights_of(vllm_config), room)
     for name, layers in _without_rows(vllm_config).items():
         _tell_without_rows(name, tuple(layers))
 

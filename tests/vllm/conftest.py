@@ -28,7 +28,7 @@ def probe() -> Iterator[Any]:
 
     made = settings._made_figure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "_made_figure", lambda path, command: None)
+        patch.setattr(settings, "_made_figure", lambda *_: None)
         yield made
 
 

@@ -113,7 +113,7 @@ def test_rows_that_ruin_a_model_stop_an_engine(
     for more, options, warning in cases:
         caplog.clear()
         with engine({**INT4, **more}, **given, **options):
-            rows = "K rows int4-g4, V rows int4-g4: 384 tokens in 12 pages, 6 bits per element"
+            rows = "K rows int4-g4, V rows int4-g4: 384 tokens in 12 pages, 6 bits an element"
             assert rows in caplog.text and warning in caplog.text
             assert "probing K rows" not in caplog.text
 
