@@ -57,7 +57,7 @@ from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
-from .entries import OURS, PLUGIN, asked_of
+from .entries import DTYPES, OURS, PLUGIN, asked_of
 from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
@@ -106,7 +106,7 @@ class RowsBackend(AttentionBackend):
     kind_of_settings: ClassVar[Any]
     settings: ClassVar[Any]  # of that kind
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *DTYPES]
 
     @classmethod
     def get_name(cls) -> str:
@@ -230,9 +230,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         # a draft model reads verified tokens, and the one that came after them
         self.most_queries = self.reorder_batch_threshold + self.is_draft
         warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
-        first = self._layers[0]
-        elements = first.num_kv_heads * (first.head_size + first.head_size_v)
-        tell_rows(first.attn_backend.settings, vllm_config, kv_cache_spec, elements)
+        tell_rows(self._layers[0].attn_backend.settings, vllm_config, kv_cache_spec)
 
     def _calls(self, layer: Attention) -> StepCalls:
         given = layer.impl.rows, layer.num_heads, self.most_queries
@@ -428,19 +426,19 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
     )
 
 
-def tell_rows(
-    settings: Settings | LatentSettings, vllm_config: VllmConfig, spec: AttentionSpec, elements: int
-) -> None:
+def tell_rows(settings: Settings | LatentSettings, config: VllmConfig, spec: AttentionSpec) -> None:
     """Log once which rows an engine has, in how many pages, and which layers have none.
 
-    spec is that of a layer's pages, elements are those of a token in it.
+    spec is that of a layer's pages.
     """
-    cache = vllm_config.cache_config
-    if pages := cache.num_gpu_blocks:  # None in a trial of CUDA graphs, which has other pages
-        bits = 8 * spec.unpadded_page_size_bytes / spec.block_size / elements
-        room = f"{pages * cache.block_size:,} tokens in {pages:,} pages, {bits:.3g} bits an element"
-        tell_settings(settings, weights_of(vllm_config), room)
-    for name, layers in _without_rows(vllm_config).items():
+    if pages := config.cache_config.num_gpu_blocks:  # else a trial of CUDA graphs, with other ones
+        v_dim = 0 if isinstance(settings, LatentSettings) else spec.head_size_v
+        elements = spec.block_size * spec.num_kv_heads * (spec.head_size + v_dim)
+        bits = 8 * spec.unpadded_page_size_bytes / elements
+        tokens = pages * config.cache_config.block_size
+        room = f"{tokens:,} tokens in {pages:,} pages, {bits:.3g} bits an element"
+        tell_settings(settings, weights_of(config), room)
+    for name, layers in _without_rows(config).items():
         _tell_without_rows(name, tuple(layers))
 
 
