@@ -105,7 +105,7 @@ def test_rows_that_ruin_a_model_stop_an_engine(
         engine(INT4, **given),
     ):
         pass
-    assert "probing K rows" in caplog.text
+    assert "probing K rows" in caplog.text and "V rows int4-g4" not in caplog.text, "no weights yet"
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"load_format": "dummy"}, "was not probed: its weights are random"),
         ({"accept_loss": True}, {}, "from 0.12 on texts are ruined"),
