@@ -218,6 +218,7 @@ def test_engines_judge_by_a_figure_that_they_make_once(
     caplog.set_level(logging.INFO, "kvquant")
     for one in (Settings("int4-g4", "int8", accept_loss=True), Settings("int8", "int4")):
         tell_settings(one, folder, "10 tokens")
+    assert "no figure is kept" in accuracy_of(Settings("int3", None, accept_loss=True), folder)
     assert started == [command]
     assert "kvquant: K rows int8, V rows int4: 10 tokens" in caplog.text
     told = "".join(warnings(caplog))
