@@ -9,17 +9,20 @@ import click
 from .console import (
     COUNT,
     FILE,
+    FORMAT,
+    FORMATS,
     JSON,
     MODEL,
     ON_DEVICE,
     check_output,
     enough_memory,
     read_text,
+    refuse_options,
     write_json,
 )
 
 
-@click.command()
+@click.command(epilog=FORMATS)
 @MODEL
 @click.option("--memory", help="Memory for caches, as 24GiB: how many sequences it holds.")
 @click.option("--size-only", is_flag=True, help="Bytes alone, from the model's config.")
@@ -29,6 +32,11 @@ from .console import (
 )
 @click.option("--text", type=FILE, help="Text to compare predictions on; a packaged one if absent.")
 @click.option("--samples", type=COUNT, default=8, help="Passages of the text, from 4 on.")
+@click.option(
+    "--k-format",
+    type=FORMAT,
+    help="Only probe K rows of this format, in seconds, and keep the figure for engines.",
+)
 @ON_DEVICE
 @JSON
 @enough_memory("--samples or --dtype")
@@ -39,6 +47,7 @@ def check(
     plan: str | None,
     text: Path | None,
     samples: int,
+    k_format: str | None,
     device: str,
     dtype: str,
     json_file: Path | None,
@@ -57,14 +66,22 @@ def check(
 
     from ..evaluation.check import check as run
     from ..evaluation.check import check_size, parse_memory, render
-    from ..hf.hybrid import load_decoder
-    from ..hf.models.loading import load_config
+    from ..hf.hybrid import HybridModel, load_decoder
+    from ..hf.models.loading import load, load_config
     from ..hf.plans import plan_of_model
     from ..io.model_id import model_identity
     from ..io.plan import AUTO, as_plan
     from ..io.plan_store import stored_plan
+    from ..rows.arguments import check_device
     from ..text import progress
 
+    if k_format is not None:
+        others = "memory", "size_only", "plan", "text", "samples", "json_file"
+        refuse_options(others, "does not go with --k-format")
+        found, _, _ = load(model, getattr(torch, dtype), has_tokenizer=False)
+        HybridModel(found.to(check_device(device))).new_cache(1, 1, k_format=k_format)
+        click.echo(f"K rows of {k_format} without a plan are not refused")
+        return
     room = None if memory is None else parse_memory(memory)
     if size_only:
         of_file = None if plan is None or plan == AUTO else as_plan(plan)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..cache.checks import check_no_feedback
+from ..cache.memory import available_memory
 from ..errors import (
     AccuracyError,
     CheckpointError,
@@ -41,6 +42,7 @@ from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
 Rows = TypeVar("Rows")
+Made = TypeVar("Made")
 KEYS = ("k_format", "v_format", "plan", "prompts", "recent_len", "accept_loss")
 LATENT_KEYS = ("format", "plan", "prompts")
 MOST_PAIRS = 3  # of formats of K and V in a model: each has kernels and pages of its own
@@ -268,7 +270,7 @@ def _kept_plan(source: str) -> str:
     if plan is None:
         try:
             with locked(path):
-                plan = stored_plan(identity) or _made_plan(source, identity)
+                plan = _made_plan(source, identity)
         except OSError as error:
             raise ConfigError(
                 f'no plan can be kept ({error}): set KVQUANT_CACHE_DIR, or leave "plan" out'
@@ -281,27 +283,111 @@ def _kept_plan(source: str) -> str:
 
 
 def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
-    """Make and keep a model's plan, in a process that frees its memory when it ends."""
-    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
-    alone = {name: value for name, value in os.environ.items() if name not in ranks}
-    plan, code, devices = None, 0, ["cpu"]
-    if torch.cuda.is_available():
-        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-        devices.insert(0, f"cuda:{index}")
-    for device in devices:  # the CPU, too, if the GPU has no room for the model
-        command = [sys.executable, "-m", "kvquant", "calibrate", source, "--device", device]
-        log.warning("kvquant: making a plan, which takes minutes: %s", shlex.join(command))
-        code = subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False).returncode
-        plan = stored_plan(identity)
-        if plan is not None:
-            break
+    """Make and keep a model's plan."""
+    what = "making a plan, which takes minutes"
+    plan = _made_apart(what, ["calibrate", source], lambda: stored_plan(identity))
     if plan is None:
         raise ConfigError(
             f'"plan" is "auto", no plan of {source} is kept, and `kvquant calibrate {source}` made '
-            f"none (exit status {code}, its words are above): run it where the model has room, and "
-            "start the engine again"
+            "none (its words are above): run it where the model has room, and start the engine "
+            "again"
         )
     return plan
+
+
+def _made_apart(
+    what: str, arguments: Sequence[str], kept: Callable[[], Made | None], nbytes: int = 0
+) -> Made | None:
+    """What is kept, by now or by a command of kvquant, whose process frees its memory as it ends.
+
+    It runs on the engine's GPU and, if that has no room for the model, on the CPU, if that has
+    nbytes: else the system would end processes.
+    """
+    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
+    alone = {name: value for name, value in os.environ.items() if name not in ranks}
+    devices, made = ["cpu"], kept()  # another process may have made it meanwhile
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        devices.insert(0, f"cuda:{index}")
+    for device in devices:
+        if made is not None or (device == "cpu" and nbytes > (available_memory() or nbytes)):
+            break
+        command = [sys.executable, "-m", "kvquant", *arguments, "--device", device]
+        log.warning("kvquant: %s: %s", what, shlex.join(command))
+        subprocess.run(command, env=alone, stdin=subprocess.DEVNULL, check=False)
+        made = kept()
+    return made
+
+
+def folder_of(
+    source: str, load_format: str, revision: str | None, cache_dir: str | None
+) -> str | None:
+    """The folder of an engine's weights; None if they are random, or in no folder here."""
+    from ..hf.models.loading import folder_here
+
+    return None if load_format == "dummy" else folder_here(source, revision, cache_dir)
+
+
+def accuracy_of(settings: Settings, folder: str | None) -> str:
+    """What speaks against K rows of few bits without a plan, by the model's probe; "" for nothing.
+
+    If no figure is kept `kvquant check` makes one, once. Engines ask before they load the model,
+    too. What fails stops no engine, and the first rank speaks for all.
+
+    Args:
+        settings: of the user.
+        folder: of the weights, as folder_of.
+
+    Raises:
+        AccuracyError: these rows ruin the model's texts, and the user has not accepted that.
+    """
+    k_format, ranks = settings.k_format, torch.distributed
+    if ranks.is_available() and ranks.is_initialized() and ranks.get_rank():
+        return ""
+    if settings.plan or k_format is None or RowFormat.parse(k_format, 128).bits > FEW_BITS:
+        return ""
+    rows = f"K rows of {k_format} without a plan"
+    ways = 'give a "plan" of kvquant calibrate, "plan": "auto", or "k_format": "int8"'
+    try:
+        figure = _figure(folder, k_format, settings.accept_loss)
+    except (KVQuantError, OSError, ValueError) as error:
+        return (
+            f"{rows} ruin some models, and this one was not probed: {error}. Compare texts before "
+            f"you serve, or {ways}"
+        )
+    found = f"{rows}, in this model, {loss_of(figure)}. To keep the answers, {ways}"
+    if figure >= REFUSED and not settings.accept_loss:
+        raise AccuracyError(f'{found}. "accept_loss": true serves them all the same')
+    return found if figure >= WARNED else ""
+
+
+def _figure(folder: str | None, k_format: str, accept_loss: bool) -> float:
+    """The kept figure of a model's probe with one K format, or a new one."""
+    from ..hf.models.probe import figure_path, kept_figure
+
+    if folder is None:
+        raise ConfigError("its weights are random, or in no folder here")
+    path = figure_path(folder, k_format)
+    figure = kept_figure(path)
+    if figure is None and not accept_loss:
+        figure = _made_figure(path, folder, k_format)
+    if figure is None:
+        raise ConfigError(
+            f"no figure is kept. `kvquant check {folder} --k-format {k_format}` makes one, where "
+            "there is room for a second copy of the model"
+        )
+    return figure
+
+
+@lru_cache  # what fails is tried once
+def _made_figure(path: Path, folder: str, k_format: str) -> float | None:
+    from ..hf.models.probe import kept_figure
+
+    command = ["check", folder, "--k-format", k_format, "--dtype", "bfloat16"]
+    nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    with locked(path):
+        what = "probing K rows, which takes seconds"
+        return _made_apart(what, command, partial(kept_figure, path), nbytes)
 
 
 def rows_of_each(
@@ -431,16 +517,16 @@ def _with_few_pairs(plan: CachePlan, most: int) -> CachePlan:
 
 
 @lru_cache
-def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
-    """Log once which rows an engine has for the model in a folder.
+def tell_settings(settings: Settings | LatentSettings, folder: str | None, room: str) -> None:
+    """Log once which rows an engine has for the model in a folder, and their room.
 
-    It warns of K rows of which the model's kept probe expects a loss, of rows of 2 bits, and of a
-    plan that misses its KL limit. It raises AccuracyError if these K rows ruin the model's texts,
-    and CheckpointError if the plan was made for other weights.
+    It warns of K rows of which the model's probe expects a loss, of rows of 2 bits, and of a plan
+    that misses its KL limit. It raises AccuracyError as accuracy_of, and CheckpointError if the
+    plan was made for other weights.
     """
-    log.info("kvquant: %s", settings)
-    if isinstance(settings, Settings) and settings.plan is None and settings.k_format:
-        _tell_accuracy(settings.k_format, model, settings.accept_loss)
+    log.info("kvquant: %s: %s", settings, room)
+    if isinstance(settings, Settings) and (told := accuracy_of(settings, folder)):
+        log.warning("kvquant: %s", told)
     if "int2" in str(settings) and not getattr(settings, "recent_len", 0):
         log.warning(
             "kvquant: rows of 2 bits change what a model predicts unless its first and last tokens "
@@ -449,7 +535,7 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
         )
     if settings.plan is None:
         return
-    _check_weights(settings.plan, model)
+    _check_weights(settings.plan, folder)
     log.info("kvquant: %r", settings.plan)
     limit = settings.plan.facts.get("limit") or {}
     if not limit.get("met", True):
@@ -460,46 +546,20 @@ def tell_settings(settings: Settings | LatentSettings, model: str) -> None:
         )
 
 
-def _check_weights(plan: CachePlan, model: str) -> None:
+def _check_weights(plan: CachePlan, folder: str | None) -> None:
     """Raise CheckpointError unless a plan was made for the weights in a model's folder."""
     from ..hf.models.fingerprint import fingerprint_of
 
     wanted = plan.facts["model"].get("weights")
-    if wanted is None or not Path(model).is_dir():  # nothing is downloaded or loaded for this
+    if wanted is None or folder is None:
         return
     try:
-        found = fingerprint_of(model)
+        found = fingerprint_of(folder)
     except (KVQuantError, OSError, ValueError) as error:
-        log.warning("kvquant: the plan was not compared with the weights of %s: %s", model, error)
+        log.warning("kvquant: the plan was not compared with the weights of %s: %s", folder, error)
         return
     if found != wanted:
         raise CheckpointError(
-            f"the plan was made for weights {wanted[:12]}, and {model} has {found[:12]}: run "
-            f"`kvquant calibrate {model}`"
+            f"the plan was made for weights {wanted[:12]}, and {folder} has {found[:12]}: run "
+            f"`kvquant calibrate {folder}`"
         )
-
-
-def _tell_accuracy(k_format: str, model: str, accept_loss: bool) -> None:
-    """Warn of K rows of few bits, or refuse them, by the figure that the store has kept for the
-    model."""
-    if RowFormat.parse(k_format, 128).bits > FEW_BITS:
-        return
-    from ..hf.models.probe import kept_figure
-
-    figure = kept_figure(model, k_format)
-    ways = 'give a "plan" of kvquant calibrate, or "k_format": "int8"'
-    if figure is None:
-        log.warning(
-            "kvquant: K rows of %s without a plan ruin some models, and no probe of this model is "
-            "kept. Before you serve, run CachedModel.from_pretrained(%r).new_cache(1, 1, "
-            "k_format=%r), which keeps one and raises if texts are ruined. Or %s",
-            *(k_format, model, k_format, ways),
-        )
-        return
-    found = f"K rows of {k_format} without a plan, in this model, {loss_of(figure)}"
-    if figure >= REFUSED and not accept_loss:
-        raise AccuracyError(
-            f'{found}. To keep the answers, {ways}. "accept_loss": true serves them all the same'
-        )
-    if figure >= WARNED:
-        log.warning("kvquant: %s. To keep the answers, %s", found, ways)

@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from typing import Any
 
-from ..engine.settings import Settings
+from ..engine.settings import Settings, folder_of
 from ..errors import ConfigError, shown
 
 VARIABLE = "KVQUANT_SGLANG"  # JSON of Settings.parse
@@ -27,3 +27,9 @@ def given() -> Any:
         return json.loads(text)
     except ValueError:
         raise ConfigError(f"{VARIABLE} is {shown(text)}: give JSON, such as {DEFAULT}") from None
+
+
+def weights_of(server_args: Any) -> str | None:
+    """The folder of the served model's weights, as folder_of."""
+    given = server_args
+    return folder_of(given.model_path, given.load_format, given.revision, given.download_dir)

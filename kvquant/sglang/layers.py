@@ -20,7 +20,7 @@ from ..engine.window import Window, WindowRows, slots_for
 from ..errors import UnsupportedError, refuse
 from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
-from .environment import settings
+from .environment import settings, weights_of
 from .pool import pages_of
 
 
@@ -45,7 +45,11 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     ]
     rows_of = partial(_rows_of, runner=runner, settings=settings)
     found = rows_of_each(layers, rows_of, "with another --attention-backend", refused)
-    tell_settings(settings, runner.model_config.model_path)
+    first = next(iter(found.values())).layout
+    row_bytes = sum(first.row_bytes(runner.page_size))
+    bits = 8 * row_bytes / (first.k_format.head_dim + first.v_format.head_dim)
+    room = f"{runner.token_to_kv_pool.size:,} tokens, {bits:.3g} bits an element"
+    tell_settings(settings, weights_of(runner.server_args), room)
     return {layers[name].layer_id: rows for name, rows in found.items()}
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engine.hooks import check_further, check_version, hook
-from ..engine.settings import with_kept_plan
+from ..engine.settings import Settings, accuracy_of, with_kept_plan
 from ..errors import ConfigError, UnsupportedError
-from .environment import VARIABLE, given, settings
+from .environment import VARIABLE, given, settings, weights_of
 
 NAME = "kvquant"  # of the attention backend
 POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
@@ -53,12 +53,14 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     # For gpt-oss and Gemma 4 SGLang accepts only a fixed list of backends. During its check
     # kvquant's backend has the name of SGLang's Triton backend, which serves the same models. Here
     # the model is known and SGLang has not started its other processes: so the kept plan replaces
-    # "auto" in their environment.
+    # "auto" in their environment, and rows that ruin the model are refused.
     from sglang.srt.arg_groups import model_hook
 
     backends_of = model_hook.attention_backends_of
     if NAME in backends_of(server_args):
-        os.environ[VARIABLE] = json.dumps(with_kept_plan(given(), server_args.model_path))
+        asked = with_kept_plan(given(), server_args.model_path)
+        os.environ[VARIABLE] = json.dumps(asked)
+        accuracy_of(Settings.parse(asked, VARIABLE), weights_of(server_args))
 
     def counted(view: Any) -> tuple[str, ...]:
         return tuple("triton" if name == NAME else name for name in backends_of(view))

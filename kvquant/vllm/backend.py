@@ -42,6 +42,7 @@ from ..engine.hooks import hook
 from ..engine.settings import (
     LatentSettings,
     Settings,
+    folder_of,
     rank_heads,
     rows_of_each,
     tell_settings,
@@ -56,7 +57,7 @@ from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES, RUN
 from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
-from .entries import OURS, PLUGIN, asked_of
+from .entries import DTYPES, OURS, PLUGIN, asked_of
 from .flash import causal_attention_of
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
@@ -105,7 +106,7 @@ class RowsBackend(AttentionBackend):
     kind_of_settings: ClassVar[Any]
     settings: ClassVar[Any]  # of that kind
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *DTYPES]
 
     @classmethod
     def get_name(cls) -> str:
@@ -239,7 +240,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         # a draft model reads verified tokens, and the one that came after them
         self.most_queries = self.reorder_batch_threshold + self.is_draft
         warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
-        tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
+        tell_rows(self._layers[0].attn_backend.settings, vllm_config, kv_cache_spec)
         self._tell_padding()
 
     def _calls(self, layer: Attention) -> StepCalls:
@@ -462,11 +463,26 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
     )
 
 
-def tell_rows(settings: Settings | LatentSettings, vllm_config: VllmConfig) -> None:
-    """Log once which rows an engine has, and which layers have none."""
-    tell_settings(settings, vllm_config.model_config.model)
-    for name, layers in _without_rows(vllm_config).items():
+def tell_rows(settings: Settings | LatentSettings, config: VllmConfig, spec: AttentionSpec) -> None:
+    """Log once which rows an engine has, in how many pages, and which layers have none.
+
+    spec is that of a layer's pages.
+    """
+    if pages := config.cache_config.num_gpu_blocks:  # else a trial of CUDA graphs, with other ones
+        v_dim = 0 if isinstance(settings, LatentSettings) else spec.head_size_v
+        elements = spec.block_size * spec.num_kv_heads * (spec.head_size + v_dim)
+        bits = 8 * spec.unpadded_page_size_bytes / elements
+        tokens = pages * config.cache_config.block_size
+        room = f"{tokens:,} tokens in {pages:,} pages, {bits:.3g} bits an element"
+        tell_settings(settings, weights_of(config), room)
+    for name, layers in _without_rows(config).items():
         _tell_without_rows(name, tuple(layers))
+
+
+def weights_of(config: VllmConfig) -> str | None:
+    """The folder of the served model's weights, as folder_of."""
+    model, load = config.model_config, config.load_config
+    return folder_of(model.model, load.load_format, model.revision, load.download_dir)
 
 
 def _without_rows(vllm_config: VllmConfig) -> dict[str, list[str]]:

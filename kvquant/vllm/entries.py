@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..rows.format import NAMES
+
 # vLLM's CPU platform knows CPU_ATTN and those for latent attention
 LATENT = ("CPU_MLA", "AMX_MLA")
 OURS = ("CUSTOM", "CPU_ATTN", *LATENT)
 PLUGIN = f"{__package__}.plugin"  # the module whose attributes they are
+# of --kv-cache-dtype, and what they say
+DTYPES: dict[str, dict[str, str]] = {"kvquant_default": {}, "kvquant_auto": {"plan": "auto"}}
+DTYPES |= {f"kvquant_{name}": {"k_format": name, "v_format": name} for name in NAMES}
 
 
 def asked_of(config: Any) -> Any:
-    """What a VllmConfig says of kvquant's rows: "kvquant" in additional_config, {} for the backend
-    CUSTOM without it, and None if neither is there."""
-    given = config.additional_config
+    """What a VllmConfig says of kvquant's rows, None for nothing: "kvquant" in additional_config
+    and, for what that leaves out, a cache dtype of kvquant's. {} is the backend CUSTOM alone."""
+    given, named = config.additional_config, DTYPES.get(config.cache_config.cache_dtype)
     if isinstance(given, dict) and "kvquant" in given:
-        return given["kvquant"]
-    return {} if chooses_custom(config.attention_config) else None
+        asked = given["kvquant"]
+        return {**named, **asked} if named and isinstance(asked, dict) else asked
+    return {} if named is None and chooses_custom(config.attention_config) else named
 
 
 def chooses_custom(attention: Any) -> bool:

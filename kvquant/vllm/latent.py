@@ -123,7 +123,7 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
             for one in layers.values()
         ]
         warm_up_layers(device, calls)
-        tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config)
+        tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config, kv_cache_spec)
 
     def _build_decode(
         self,

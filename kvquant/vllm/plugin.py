@@ -10,9 +10,12 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+
 from ..engine.hooks import check_version, hook
+from ..engine.settings import accuracy_of
 from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
-from .entries import LATENT, OURS, asked_of, chooses_custom
+from .entries import DTYPES, LATENT, OURS, asked_of, chooses_custom
 
 # Models whose K and V differ in head_dim (MiMo-V2) take one of these, whatever is asked for.
 DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
@@ -30,9 +33,13 @@ def register() -> None:
     The entries of vLLM's own backends lead here, too: their lookup is the place to raise if the
     user wants rows and would get none. An entry of another plugin stays as it is.
     """
+    from vllm.config import cache
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import register_backend
 
+    if hasattr(cache, "register_kv_cache_dtype"):  # since vLLM 0.33
+        for name in DTYPES.keys() - {*cache.KV_CACHE_DTYPES}:
+            cache.register_kv_cache_dtype(name)(CacheDType)
     for name, entry in _entries().items():
         path = f"{__name__}.{name}"
         if not entry.is_overridden():
@@ -44,6 +51,19 @@ def register() -> None:
                 entry.get_path(),
                 name,
             )
+
+
+class CacheDType:
+    """What vLLM asks of a cache dtype of kvquant's: all as with a 16-bit cache."""
+
+    # The backend's customize_spec makes bytes of it, as it does without such a name.
+    def torch_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def quant_mode(self) -> Any:
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        return KVQuantMode.NONE
 
 
 def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
@@ -66,7 +86,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         _check_keys(given)
     if config is not None and asked_of(config) is not None:
         check_version("vllm")
-        from .backend import KVQuantBackend, backend_of, is_draft, request_of
+        from .backend import KVQuantBackend, backend_of, is_draft, request_of, weights_of
 
         request = request_of(config)
         if name in LATENT or (name == "CUSTOM" and _has_latents(config, is_draft())):
@@ -74,7 +94,10 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
 
             return backend_of(KVQuantLatentBackend, name, request)
         if name in OURS:
-            return backend_of(KVQuantBackend, name, request)
+            backend = backend_of(KVQuantBackend, name, request)
+            if config.model_config is not None:
+                accuracy_of(backend.settings, weights_of(config))  # before weights are loaded
+            return backend
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which
             _check_choice(name, config.attention_config)
     if name == "CUSTOM":
@@ -119,8 +142,8 @@ def _check_choice(name: str, attention: Any) -> None:
         )
     if not chooses_custom(attention):
         raise ConfigError(
-            f"--additional-config asks for rows of kvquant, and {name} would hold 16-bit ones: "
-            'give --attention-backend CUSTOM, or leave "kvquant" out'
+            f"this engine asks for rows of kvquant, and {name} would hold 16-bit ones: give "
+            '--attention-backend CUSTOM, or leave "kvquant" out'
         )
 
 

@@ -63,7 +63,7 @@ def test_rows_of_2_bits_are_warned_of(
     names: tuple[str | None, str | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="kvquant"):
-        tell_settings(Settings(*names), "no folder")
+        tell_settings(Settings(*names), None, "")
     k_name, v_name = (name or "default" for name in names)
     assert f"K rows {k_name}, V rows {v_name}" in caplog.text
     assert ("rows of 2 bits change" in caplog.text) == ("int2" in names)

@@ -10,13 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 pytest.importorskip("transformers")
 from safetensors.torch import save_file
-from tiny_models import tiny_model
+from tiny_models import biased_model
 
 from kvquant import AccuracyError, CachedModel, ConfigError, PagedKVCache, QuantizedCache, RowFormat
-from kvquant.engine.settings import Settings, tell_settings
+from kvquant.cli.main import main
+from kvquant.engine import settings
+from kvquant.engine.settings import Settings, accuracy_of, folder_of, tell_settings
 from kvquant.hf.models import probe
 from kvquant.hf.models.fingerprint import fingerprint_of
 from kvquant.rows.probe import REFUSED, WARNED, combined, divergence
@@ -29,17 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(probe, "_figures", type(probe._figures)())
     tell_settings.cache_clear()
     yield tmp_path / "cache"
-
-
-def biased(size: float = 300.0) -> CachedModel:
-    """A model in which a few channels of keys are large, and queries and keys vary beside them."""
-    model = tiny_model("Qwen2", bias=1e-3)
-    with torch.no_grad():
-        for layer in model.model.model.layers:
-            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                projection.weight.mul_(2)
-            layer.self_attn.k_proj.bias[30::64] = size  # turns slowly: all keys have it
-    return model
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -57,7 +49,7 @@ def make(way: str, model: CachedModel, **options: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["CachedModel", "QuantizedCache", "PagedKVCache"])
 def test_rows_that_ruin_a_model_are_refused(way: str, folder: Path) -> None:
-    model = biased()
+    model = biased_model()
     weights = {name: x.clone() for name, x in model.model.state_dict().items()}
     torch.manual_seed(5)
     drawn, _ = torch.rand(1), torch.manual_seed(5)
@@ -74,13 +66,13 @@ def test_rows_that_ruin_a_model_are_refused(way: str, folder: Path) -> None:
 @pytest.mark.parametrize("way", ["CachedModel", "QuantizedCache", "PagedKVCache"])
 def test_rows_of_8_bits_are_not_probed(way: str, folder: Path) -> None:
     with mock.patch.object(probe, "observe", side_effect=AssertionError):
-        make(way, biased(), k_format="int8", v_format="int2")
-        make(way, biased(), k_format="bf16", v_format="int4")
+        make(way, biased_model(), k_format="int8", v_format="int2")
+        make(way, biased_model(), k_format="bf16", v_format="int4")
     assert not folder.exists()
 
 
 def test_a_loss_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = biased(0.0)
+    model = biased_model(0.0)
     with mock.patch.object(probe, "combined", return_value=2 * WARNED):
         model.new_cache(1, 16, k_format="int4")
         model.new_cache(1, 16, k_format="int4", v_format="int8")
@@ -89,7 +81,7 @@ def test_a_loss_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_figure_is_kept_by_weights_and_formats(folder: Path) -> None:
-    model, other = biased(), biased(200.0)
+    model, other = biased_model(), biased_model(200.0)
     for again in range(2):
         with pytest.raises(AccuracyError):
             model.new_cache(1, 16, k_format="int4")
@@ -116,11 +108,11 @@ def test_a_folder_that_cannot_be_written_is_done_without(
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(AccuracyError):
-        biased().new_cache(1, 16, k_format="int4")
+        biased_model().new_cache(1, 16, k_format="int4")
 
 
 def test_a_model_that_cannot_be_read_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = biased()
+    model = biased_model()
     for error in (ValueError("give pixel_values"), torch.OutOfMemoryError("no memory left")):
         caplog.clear()
         with mock.patch.object(probe, "observe", side_effect=error):
@@ -132,21 +124,17 @@ def test_a_model_that_cannot_be_read_is_told(caplog: pytest.LogCaptureFixture) -
         model.new_cache(1, 16, k_format="int4")
 
 
-def test_kept_figures_are_those_of_folders(tmp_path: Path) -> None:
-    """An engine's start neither waits for the hub or a GGUF file, nor stops at odd configs."""
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(24))
-    with mock.patch.object(probe, "fingerprint_of", side_effect=AssertionError):
-        for source in ("owner/name", str(tmp_path / "model.gguf")):
-            assert probe.kept_figure(source, "int4") is None
+def test_an_odd_config_has_no_figure(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 1}')
-    assert probe.kept_figure(tmp_path, "int4") is None
     with pytest.raises(ConfigError, match=r"no causal language model .* config of t5: Unrec"):
         fingerprint_of(tmp_path)
+    told = accuracy_of(Settings("int4-g4", None), str(tmp_path))
+    assert "this one was not probed: no causal language model" in told
 
 
 def test_models_run_as_before_beside_a_probe() -> None:
-    model = biased(0.0)
+    model = biased_model(0.0)
     tokens = torch.arange(8)[None]
     before = model.model(tokens).logits
     compiled = torch.compile(model.model, backend="eager")
@@ -184,29 +172,103 @@ def test_the_divergence_is_that_of_weights() -> None:
     assert combined([torch.tensor(0.04), torch.tensor(0.16)]) == pytest.approx(0.1)
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that engines start, which run in this process, on its CPU."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> None:
+        commands.append(command[3:])
+        if command[-1] == "cpu":
+            CliRunner().invoke(main, command[3:])
+
+    monkeypatch.setattr("subprocess.run", run)
+    settings._made_figure.cache_clear()
+    return commands
+
+
 @pytest.mark.parametrize("figure", [0.5 * WARNED, 2 * WARNED, 2 * REFUSED, None])
-def test_engines_warn_by_the_kept_figure(
-    figure: float | None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_engines_judge_by_a_figure_that_they_make_once(
+    figure: float | None,
+    started: list[list[str]],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
-    model = biased(0.0)
-    model.model.save_pretrained(tmp_path / "model")
-    if figure is not None:
-        with mock.patch.object(probe, "combined", return_value=figure):
-            try:
-                model.new_cache(1, 16, k_format="int4-g4")
-            except AccuracyError:
-                assert figure >= REFUSED
+    folder = str(tmp_path / "model")  # without a tokenizer
+    biased_model(0.0).model.save_pretrained(folder)
+    int4, ruins = Settings("int4-g4", "int8"), figure == 2 * REFUSED
+    fails = {"side_effect": MemoryError} if figure is None else {"return_value": figure}
+    with mock.patch.object(probe, "combined", **fails):
+        for _ in range(2):  # before the model is loaded, and after
+            if ruins:
+                with pytest.raises(AccuracyError, match=r'0\.24.*"accept_loss": true serves'):
+                    accuracy_of(int4, folder)
+            else:
+                told = accuracy_of(int4, folder)
+                assert ("Expect a loss" in told) == (figure == 2 * WARNED)
+                assert ("no figure is kept" in told) == (figure is None)
+                assert bool(told) == (figure != 0.5 * WARNED)
+    command = ["check", folder, "--k-format", "int4-g4", "--dtype", "bfloat16", "--device", "cpu"]
+    assert started == [command]
+    no_place = mock.patch.object(settings, "locked", side_effect=OSError("read-only"))
+    if figure == 2 * WARNED:
+        with no_place:  # a kept figure needs none
+            assert accuracy_of(int4, folder) == told
     caplog.clear()
-    ruins = figure == 2 * REFUSED
-    for k_format in ("int4-g4", "int4-g4", "int8"):
-        given = {"k_format": k_format, "v_format": "int4-g4", "accept_loss": ruins}
-        tell_settings(Settings.parse(given), str(tmp_path / "model"))
-        if ruins and k_format == "int4-g4":
-            with pytest.raises(AccuracyError, match=r'0\.24.*"accept_loss": true'):
-                tell_settings(
-                    Settings.parse(given | {"accept_loss": False}), str(tmp_path / "model")
-                )
-    told = " ".join(warnings(caplog))
-    assert ("no probe of this model is kept" in told) == (figure is None)
-    assert ("Expect a loss" in told) == (figure == 2 * WARNED)
-    assert (f"and from {REFUSED:g} on" in told and "0.24" in told) == (figure == 2 * REFUSED)
+    caplog.set_level(logging.INFO, "kvquant")
+    for one in (Settings("int4-g4", "int8", accept_loss=True), Settings("int8", "int4")):
+        tell_settings(one, folder, "10 tokens")
+    assert "no figure is kept" in accuracy_of(Settings("int3", None, accept_loss=True), folder)
+    assert started == [command]
+    assert "kvquant: K rows int8, V rows int4: 10 tokens" in caplog.text
+    told = "".join(warnings(caplog))
+    assert ("0.24" in told) == ruins and ("not probed" in told) == (figure is None)
+
+
+def test_an_engine_goes_on_without_room_for_a_probe(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    biased_model().model.save_pretrained(tmp_path)
+    int4, folder = Settings("int4-g4", "int8"), str(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(settings, "available_memory", lambda: 1 << 20)
+    assert "no figure is kept" in accuracy_of(int4, folder)
+    assert [one[-1] for one in started] == ["cuda:0"], "the system would end processes"
+    monkeypatch.setattr(settings, "available_memory", lambda: 1 << 40)
+    settings._made_figure.cache_clear()
+    started.clear()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert accuracy_of(int4, folder) == "" and not started, "the first rank speaks"
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with pytest.raises(AccuracyError):
+        accuracy_of(int4, folder)
+    assert [one[-1] for one in started] == ["cuda:0", "cpu"]
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "config.json" / "cache"))
+    assert "was not probed: " in accuracy_of(int4, folder), "no place for a figure"
+
+
+def test_random_and_absent_weights_are_not_probed(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert folder_of(str(tmp_path), "dummy", None, None) is None
+    assert folder_of(str(tmp_path), "auto", None, None) == str(tmp_path)
+    cache = str(tmp_path / "hub")
+    assert folder_of("owner/name", "auto", None, cache) is None
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "a1"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a1")
+    assert folder_of("owner/name", "auto", None, cache) == str(snapshot)
+    told = accuracy_of(Settings("int4", None), None)
+    assert "not probed: its weights are random, or in no folder here" in told and not started
+
+
+def test_the_command_keeps_a_figure(folder: Path, tmp_path: Path) -> None:
+    for size, code, said in ((0.0, 0, "are not refused"), (300.0, 2, "texts are ruined")):
+        biased_model(size).model.save_pretrained(tmp_path / "model")
+        done = CliRunner().invoke(main, ["check", str(tmp_path / "model"), "--k-format", "int4"])
+        assert (done.exit_code, said in done.output) == (code, True), done.output
+    assert len(list(folder.rglob("probes/*"))) == 2
+    odd = CliRunner().invoke(main, ["check", "model", "--k-format", "int4", "--samples", "4"])
+    assert "--samples does not go with --k-format" in odd.output

@@ -144,6 +144,10 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
             get_total_num_kv_heads=lambda: KV_HEADS,
         ),
         server_args=SimpleNamespace(
+            model_path="a folder",
+            load_format="dummy",
+            revision=None,
+            download_dir=None,
             chunked_prefill_size=64,
             tp_size=1,
             max_prefill_tokens=128,
@@ -559,14 +563,21 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.arg_groups import model_hook
 
     told: list[Any] = []
+    judged: list[Any] = []
     monkeypatch.setattr(model_hook, "attention_backends_of", lambda view: view.backends)
-    monkeypatch.setattr(plugin, "with_kept_plan", lambda given, source: given | {"plan": source})
+    monkeypatch.setattr(
+        plugin, "with_kept_plan", lambda given, source: given | {"k_format": source}
+    )
+    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, folder: judged.append((asked, folder)))
     monkeypatch.setenv(environment.VARIABLE, '{"prompts": "rows"}')
     for name in ("fa3", "kvquant"):
         assert os.environ[environment.VARIABLE] == '{"prompts": "rows"}'
-        view = SimpleNamespace(backends=(name, name), model_path="of a model")
+        given = {"model_path": "int4", "load_format": "dummy", "revision": None}
+        view = SimpleNamespace(backends=(name, name), download_dir=None, **given)
         plugin._admit(view, lambda view: told.append(model_hook.attention_backends_of(view)))
     assert told == [("fa3", "fa3"), ("triton", "triton")]
     assert model_hook.attention_backends_of(view) == ("kvquant", "kvquant")
     # SGLang's other processes find the kept plan in their environment
-    assert json.loads(os.environ[environment.VARIABLE]) == {"prompts": "rows", "plan": "of a model"}
+    assert json.loads(os.environ[environment.VARIABLE]) == {"prompts": "rows", "k_format": "int4"}
+    ((asked, folder),) = judged
+    assert (asked.k_format, folder) == ("int4", None)

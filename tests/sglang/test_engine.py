@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from sglang_engines import CHUNK, SIZES, answers, check, run_engine
+from tiny_models import biased_model
 from transformers import AutoTokenizer, Gemma2Config, Gemma3TextConfig, GptOssConfig
 from vllm_engines import make_plan, random_model
 
@@ -63,6 +64,15 @@ def test_answers_are_those_of_the_same_rows(ids: list[int], tmp_path: Path) -> N
     check(rows, rounds[:3], texts[:3], MODEL)
     check(rows, 3 * rounds[3:4], texts[3:4], MODEL)
     check(rows, [{"prompts": rounds[4]["prompts"][1:]}], [texts[4][1:]], MODEL)
+
+
+def test_rows_that_ruin_a_model_are_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    biased_model().model.save_pretrained(tmp_path / "model")
+    env = {"KVQUANT_CACHE_DIR": str(tmp_path / "cache")}
+    done = run_engine(INT4, [], tmp_path / "model", env, page_size=16)
+    assert done.returncode and ", in _admit" in done.stderr, done.stderr[-6000:]
+    assert "AccuracyError: K rows of int4-g4 without a plan" in done.stderr
+    assert len([*(tmp_path / "cache" / "probes").glob("[!.]*")]) == 1, "kept for the next start"
 
 
 RANDOM = [7 * i * i % 253 + 3 for i in range(1000)]

@@ -21,6 +21,17 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     tempfile.tempdir = before
 
 
+@pytest.fixture(autouse=True, scope="session")
+def probe() -> Iterator[Any]:
+    """Engines of this process start no probe, which takes 10 seconds; what makes a figure."""
+    from kvquant.engine import settings
+
+    made = settings._made_figure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "_made_figure", lambda *_: None)
+        yield made
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> None:
     """Not here: vLLM reads what it has not written, and throws it away."""

@@ -84,10 +84,13 @@ FIELDS = {
     ),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "non_causal",
     "vllm.config:VllmConfig": (
-        "additional_config attention_config model_config scheduler_config speculative_config"
+        "additional_config attention_config cache_config load_config model_config "
+        "scheduler_config speculative_config"
     ),
+    "vllm.config:CacheConfig": "block_size num_gpu_blocks",
+    "vllm.config:LoadConfig": "download_dir load_format",
     "vllm.config:AttentionConfig": "backend backend_per_kind",
-    "vllm.config:ModelConfig": "dtype hf_config max_model_len",
+    "vllm.config:ModelConfig": "dtype hf_config max_model_len model revision",
     "vllm.config:SchedulerConfig": "max_num_batched_tokens max_num_seqs",
 }
 MEMBERS = {
@@ -104,6 +107,7 @@ MEMBERS = {
         entries.OURS + plugin.DIFFKV
     ),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_impl_cls",
+    "vllm.v1.kv_cache_interface:AttentionSpec": "unpadded_page_size_bytes",
     "vllm.v1.kv_cache_interface:KVCacheLayout": "LBHNC",
 }
 

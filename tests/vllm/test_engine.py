@@ -4,6 +4,7 @@ with those of transformers in float32, whose attention is given the same rows (2
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from engine_reference import check_answers
 from example_plan import example_plan
 from safetensors.torch import load_file, save_file
+from tiny_models import biased_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -44,8 +46,9 @@ from vllm_engines import (
 )
 from vllm_texts import abort_second
 
-from kvquant import CachedModel, CachePlan, ConfigError, UnsupportedError
+from kvquant import AccuracyError, CachedModel, CachePlan, ConfigError, UnsupportedError
 from kvquant.calibration.fidelity import Planned, Reference, Scheme
+from kvquant.engine import settings
 from kvquant.engine.settings import Settings
 from kvquant.engine.step import FEW, Step, describe_step
 
@@ -159,6 +162,34 @@ def test_pages_of_a_hybrid_are_as_large_as_the_largest(
     told = "kvquant: pages of 1 layers are as large as the model's largest: 72 % of their bytes"
     assert [line.startswith(told) for line in lines] == [True]
     check_answers(Settings.parse(rows), prompts, texts, model)
+
+
+def test_rows_that_ruin_a_model_stop_an_engine(
+    tmp_path: Path, probe: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start probes it, a start with weights that are not there does not."""
+    biased_model().model.save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(settings, "_made_figure", probe)
+    monkeypatch.setattr(logging.getLogger("kvquant"), "handlers", [caplog.handler])
+    given: dict[str, Any] = {"model": str(tmp_path / "model"), "skip_tokenizer_init": True}
+    given |= {"max_model_len": 128, "num_gpu_blocks_override": 12}
+    with (
+        pytest.raises(AccuracyError, match=r"K rows of int4-g4 .* are ruined"),
+        engine(INT4, **given),
+    ):
+        pass
+    assert "probing K rows" in caplog.text and "V rows int4-g4" not in caplog.text, "no weights yet"
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {"load_format": "dummy"}, "was not probed: its weights are random"),
+        ({"accept_loss": True}, {}, "from 0.12 on texts are ruined"),
+    ]
+    for more, options, warning in cases:
+        caplog.clear()
+        with engine({**INT4, **more}, **given, **options):
+            rows = "K rows int4-g4, V rows int4-g4: 384 tokens in 12 pages, 6 bits an element"
+            assert rows in caplog.text and warning in caplog.text
+            assert "probing K rows" not in caplog.text
 
 
 def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read() -> None:

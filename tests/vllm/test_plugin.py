@@ -76,6 +76,40 @@ def test_the_backend_alone_takes_the_default_rows() -> None:
         check_request(found.request, config)
 
 
+def test_cache_dtypes_name_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the hook of vLLM 0.33, for which another stands in vLLM 0.32."""
+    from vllm.config import cache
+
+    known, handlers = ["auto", "fp8"], []
+
+    def hook(name: str) -> Any:
+        known.append(name)
+        return lambda kind: handlers.append(kind())
+
+    monkeypatch.setattr(cache, "KV_CACHE_DTYPES", known, raising=False)
+    monkeypatch.setattr(cache, "register_kv_cache_dtype", hook, raising=False)
+    for _ in range(2):  # vLLM warns of names that are there
+        plugin.register()
+    assert len(known) == 2 + len(entries.DTYPES) == len({*known}) == 2 + len(handlers)
+    assert {(one.torch_dtype(), one.quant_mode().name) for one in handlers} == {
+        (torch.bfloat16, "NONE")
+    }
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("kvquant_default", {}, "K rows default, V rows default"),
+        ("kvquant_int4-g4", {}, "K rows int4-g4, V rows int4-g4"),
+        ("kvquant_int4-g4", {"kvquant": {"k_format": "int8"}}, "K rows int8, V rows int4-g4"),
+    ]
+    for name, more, rows in cases:
+        with current(additional_config=more) as config:
+            config.cache_config.cache_dtype = name
+            found = entry("CPU_ATTN").get_class()
+            assert str(found.settings) == rows and found.supports_kv_cache_dtype(name)
+            with pytest.raises(ConfigError, match="give --attention-backend CUSTOM"):
+                entry("TRITON_ATTN").get_class()
+    config.cache_config.cache_dtype = "kvquant_auto"
+    assert entries.asked_of(config) == {"plan": "auto", "k_format": "int8"}
+
+
 def test_settings_that_are_misspelt_or_misplaced_are_refused() -> None:
     """Nothing else would read them: there would be other rows than were asked for, or none."""
     message = r'has the key \'\w+\', not "kvquant": put what is kvquant\'s into "kvquant", {"kvq'
@@ -168,7 +202,8 @@ def test_which_kind_of_rows_custom_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the model that is made: the draft model may be of the other kind."""
     from vllm.compilation.backends import set_model_tag
 
-    heads, latents = (SimpleNamespace(use_mla=mla, model="a folder") for mla in (False, True))
+    given = {"model": "a folder", "revision": None}
+    heads, latents = (SimpleNamespace(use_mla=mla, **given) for mla in (False, True))
     for model, drafts, rows in ((latents, heads, LATENT_ROWS), (heads, latents, ROWS)):
         other = LATENT_ROWS if rows is ROWS else ROWS
         with current(**rows) as config:

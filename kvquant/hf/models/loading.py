@@ -41,7 +41,11 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load(
-    source: str | Path, dtype: torch.dtype, tp_plan: TensorPlan | None = None
+    source: str | Path,
+    dtype: torch.dtype,
+    tp_plan: TensorPlan | None = None,
+    *,
+    has_tokenizer: bool = True,
 ) -> tuple[Any, Any, torch.dtype | None]:
     """Load a model and its tokenizer; the third result is the dtype of the saved model.
 
@@ -51,6 +55,7 @@ def load(
         source: as of located; weights of a GGUF file are dequantized.
         dtype: of weights and arithmetic.
         tp_plan: as of CachedModel.from_pretrained.
+        has_tokenizer: else the tokenizer is None.
 
     Raises:
         ConfigError: as located; no model that transformers loads by its own code from safetensors
@@ -94,7 +99,7 @@ def load(
                 model.name_or_path = model.config.name_or_path = str(folder)
             what = f"the tokenizer of {folder}"
             advice = "put its files there (tokenizer.json, tokenizer_config.json)"
-            tokenizer = _tokenizer(folder, where, options)
+            tokenizer = _tokenizer(folder, where, options) if has_tokenizer else None
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
@@ -212,6 +217,20 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
             "loaded, as they can run code: take another one; of a GGUF file give the path"
         )
     return folder
+
+
+def folder_here(source: str, revision: str | None, cache_dir: str | None) -> str | None:
+    """A model's folder, or that of a name in the hub's cache folder; None: nothing is downloaded.
+
+    revision and cache_dir are those of the hub, None for its own.
+    """
+    if os.path.isdir(source):
+        return source
+    with suppress(OSError, ValueError):
+        return huggingface_hub.snapshot_download(
+            source, revision=revision, cache_dir=cache_dir, local_files_only=True
+        )
+    return None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...debug import is_recorded
-from ...errors import AccuracyError, KVQuantError, UnsupportedModelError
+from ...errors import AccuracyError, UnsupportedModelError
 from ...rows.format import RowFormat
 from ...rows.probe import FEW_BITS, MEASURE, REFUSED, TOKENS, WARNED, combined, divergence, loss_of
 from .configs import CacheLayers, cache_layers, input_device, layers_of_rank
@@ -80,14 +80,20 @@ def check_paged(model: Any, paged: Any) -> None:
         check_accuracy(model, paged.rows, layers_of_rank(model, layers))
 
 
-def kept_figure(source: str | Path, k_format: str) -> float | None:
-    """The kept figure of a folder's model with one K format in all layers, or None."""
-    # kvquant looks at nothing else than a folder: no engine's start may wait for this.
-    if not Path(source).is_dir():  # the hub would be asked, a GGUF file loaded
-        return None
-    with suppress(OSError, KVQuantError):
-        return _read(_place(fingerprint_of(source), [k_format]))
-    return None
+def figure_path(folder: str | Path, k_format: str) -> Path:
+    """The file of the figure of a folder's model with one K format in all layers.
+
+    It raises as fingerprint_of, and OSError without a place for files.
+    """
+    return _place(fingerprint_of(folder), [k_format])
+
+
+def kept_figure(path: Path) -> float | None:
+    """The figure in a file; None without one. It raises OSError."""
+    from ...kernels.disk_cache import read_file, unseal
+
+    body = unseal(read_file(path) or b"")
+    return None if body is None else float(body)
 
 
 def _figure(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float | None:
@@ -95,7 +101,7 @@ def _figure(model: Any, formats: list[RowFormat], layers: CacheLayers) -> float 
     path = None
     with suppress(OSError, UnsupportedModelError):  # no folder, or offloaded weights: keep nothing
         path = _place(fingerprint(model), list(map(str, formats)))
-        if (kept := _read(path)) is not None:
+        if (kept := kept_figure(path)) is not None:
             return kept
     (figure,) = figures(model, layers, [formats])
     if isnan(figure):
@@ -156,10 +162,3 @@ def _place(weights: str, formats: list[str]) -> Path:
     names = formats[:1] if len(set(formats)) == 1 else formats
     key = repr((MEASURE, weights, names))
     return cache_folder() / "probes" / hashlib.sha256(key.encode()).hexdigest()
-
-
-def _read(path: Path) -> float | None:
-    from ...kernels.disk_cache import read_file, unseal
-
-    body = unseal(read_file(path) or b"")
-    return None if body is None else float(body)
