@@ -38,6 +38,10 @@ measured and the date:
     vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
                                             --requests 100, with --layers 32, and as for vllm again,
                                             beside jobs on the machine's other GPUs and cores
+    ranks                                   tests/benchmarks/bench_ranks.py
+    vllm-ranks                              tests/benchmarks/bench_vllm.py --part decode, of one and
+                                            two ranks, with --model and with --width 8192; we joined
+                                            the four files by hand
     vllm-window                             the same with and without first pages and last tokens in
                                             16 bit, beside jobs on the machine's other GPU
     vllm-qwen2.5-coder-1.5b                 tests/benchmarks/vllm_models.py, four calls at a time
@@ -184,7 +188,7 @@ def shown() -> dict[str, list[str]]:
         ],
         "kvquant/bench/README.md": [bench(), *bench_about(), unequal_lengths(), ragged_queries()],
         "kvquant/evaluation/README.md": [evaluation()],
-        "kvquant/cache/README.md": [settings()],
+        "kvquant/cache/README.md": [settings(), tabled("ranks"), tabled("ranks of a model")],
         "kvquant/hf/README.md": [
             *(probed(), said("steps"), tabled("steps"), said("captured step")),
             *(said("latent steps"), tabled("latent steps")),
@@ -194,7 +198,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
         "kvquant/vllm/README.md": [
             *(room(), room("int4", "int4"), DEFAULT_ROOM),
-            *(*served(), *answers_in_vllm(), *windowed()),
+            *(*served(), *answers_in_vllm(), *windowed(), served_by_ranks()),
         ],
     }
 
@@ -267,6 +271,32 @@ TABLES: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "steps": ("h200-step", "cases", {"tokens": "{tokens:,}"} | MS),
     "latent steps": ("h200-latent-step", "cases", MS),
+    "ranks": (
+        "ranks",
+        "attention",
+        {
+            "tokens": "{tokens:,}",
+            "rows": "{rows}",
+            "one GPU: us": "{attend_us[one]:.0f}",
+            "two GPUs: us": "{attend_us[exchange]:.0f}",
+            "times as fast": "{times:.2f}",
+            "half the tokens on one GPU: us": "{attend_us[own]:.0f}",
+            "two GPUs by all-gather: us": "{attend_us[all-gather]:.0f}",
+            "GB on a GPU": "{gb:.2f}",
+        },
+    ),
+    "ranks of a model": (
+        "ranks",
+        "model",
+        {
+            "way": "{way}",
+            "GPUs": "{ranks}",
+            "ms a step": "{step_ms:.1f}",
+            "tokens/s": "{tokens_per_s:.0f}",
+            "GB of weights on a GPU": "{gb_of_weights:.1f}",
+            "GB of rows on a GPU": "{gb:.1f}",
+        },
+    ),
 }
 
 
@@ -290,6 +320,23 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     head, *lines = [f"| {' | '.join(cells)} |" for cells in (titles, *rows)]
     return "\n".join([head, "|---" * len(titles) + "|", *lines])
+
+
+def served_by_ranks() -> str:
+    """Tokens a second of the default beside FLASH_ATTN in bf16, by model and ranks: medians."""
+    rows = []
+    for run in read("vllm-ranks")["served"]:
+        asked = run["settings"]
+        model = {"": f"{asked['layers']} layers as wide as a 70B"}.get(asked["model"], "Coder-1.5B")
+        rate = {
+            name: statistics.median(one["tokens_per_s"] for one in found["decode"])
+            for name, found in run["engines"].items()
+        }
+        ratio = rate["default"] / rate["flash"]
+        figures = (f"{rate[name]:,.0f}" for name in ("flash", "default"))
+        rows.append([model, f"{asked['ranks']}", *figures, f"{ratio:.2f}"])
+    titles = "model", "GPUs", "FLASH_ATTN bf16: tokens/s", "default: tokens/s", "ratio"
+    return table(titles, rows)
 
 
 def of_peer(case: Figures) -> Figures:
