@@ -359,9 +359,7 @@ def _made_figure(path: Path, folder: str, k_format: str) -> float | None:
     command = ["check", folder, "--k-format", k_format, "--dtype", "bfloat16"]
     nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     with locked(path):
-        return _made_apart(
-            "probing K rows, for seconds", command, partial(kept_figure, path), nbytes
-        )
+        return _made_apart("probing K rows", command, partial(kept_figure, path), nbytes)
 
 
 def rows_of_each(
