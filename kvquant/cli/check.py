@@ -32,11 +32,7 @@ from .console import (
 )
 @click.option("--text", type=FILE, help="Text to compare predictions on; a packaged one if absent.")
 @click.option("--samples", type=COUNT, default=8, help="Passages of the text, from 4 on.")
-@click.option(
-    "--k-format",
-    type=FORMAT,
-    help="Only probe K rows of this format, in seconds, and keep the figure for engines.",
-)
+@click.option("--k-format", type=FORMAT, help="Only probe such K rows, for engines to know.")
 @ON_DEVICE
 @JSON
 @enough_memory("--samples or --dtype")

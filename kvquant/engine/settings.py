@@ -41,8 +41,7 @@ from ..rows.probe import FEW_BITS, REFUSED, WARNED, loss_of
 from .contract import PageLayout
 
 log = logging.getLogger("kvquant")
-Rows = TypeVar("Rows")
-Made = TypeVar("Made")
+Found = TypeVar("Found")
 KEYS = ("k_format", "v_format", "plan", "prompts", "recent_len", "accept_loss")
 LATENT_KEYS = ("format", "plan", "prompts")
 MOST_PAIRS = 3  # of formats of K and V in a model: each has kernels and pages of its own
@@ -296,8 +295,8 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
 
 
 def _made_apart(
-    what: str, arguments: Sequence[str], kept: Callable[[], Made | None], nbytes: int = 0
-) -> Made | None:
+    what: str, arguments: Sequence[str], kept: Callable[[], Found | None], nbytes: int = 0
+) -> Found | None:
     """What is kept, by now or by a command of kvquant, whose process frees its memory as it ends.
 
     It runs on the engine's GPU and, if that has no room for the model, on the CPU, if that has
@@ -319,13 +318,14 @@ def _made_apart(
     return made
 
 
-def folder_of(
-    source: str, load_format: str, revision: str | None, cache_dir: str | None
-) -> str | None:
-    """The folder of an engine's weights; None if they are random, or in no folder here."""
+def folder_of(source: str, load_format: str, *of_hub: str | None) -> str | None:
+    """The folder of an engine's weights; None if they are random, or in no folder here.
+
+    of_hub: the revision and the cache folder of a name on the hub.
+    """
     from ..hf.models.loading import folder_here
 
-    return None if load_format == "dummy" else folder_here(source, revision, cache_dir)
+    return None if load_format == "dummy" else folder_here(source, *of_hub)
 
 
 def accuracy_of(settings: Settings, folder: str | None) -> str:
@@ -347,15 +347,12 @@ def accuracy_of(settings: Settings, folder: str | None) -> str:
     if settings.plan or k_format is None or RowFormat.parse(k_format, 128).bits > FEW_BITS:
         return ""
     rows = f"K rows of {k_format} without a plan"
-    ways = 'give a "plan" of kvquant calibrate, "plan": "auto", or "k_format": "int8"'
+    ways = 'To keep the answers, give "plan": "auto", or "k_format": "int8"'
     try:
         figure = _figure(folder, k_format, settings.accept_loss)
     except (KVQuantError, OSError, ValueError) as error:
-        return (
-            f"{rows} ruin some models, and this one was not probed: {error}. Compare texts before "
-            f"you serve, or {ways}"
-        )
-    found = f"{rows}, in this model, {loss_of(figure)}. To keep the answers, {ways}"
+        return f"{rows} ruin some models, and this one was not probed: {error}. {ways}"
+    found = f"{rows}, in this model, {loss_of(figure)}. {ways}"
     if figure >= REFUSED and not settings.accept_loss:
         raise AccuracyError(f'{found}. "accept_loss": true serves them all the same')
     return found if figure >= WARNED else ""
@@ -386,16 +383,15 @@ def _made_figure(path: Path, folder: str, k_format: str) -> float | None:
     command = ["check", folder, "--k-format", k_format, "--dtype", "bfloat16"]
     nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     with locked(path):
-        what = "probing K rows, which takes seconds"
-        return _made_apart(what, command, partial(kept_figure, path), nbytes)
+        return _made_apart("probing K rows", command, partial(kept_figure, path), nbytes)
 
 
 def rows_of_each(
     layers: Mapping[str, Any],
-    rows_of: Callable[[str, Any], Rows],
+    rows_of: Callable[[str, Any], Found],
     otherwise: str,
     refused: Sequence[str] = (),
-) -> dict[str, Rows]:
+) -> dict[str, Found]:
     """The rows of layers by name.
 
     Raises:

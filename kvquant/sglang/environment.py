@@ -29,7 +29,6 @@ def given() -> Any:
         raise ConfigError(f"{VARIABLE} is {shown(text)}: give JSON, such as {DEFAULT}") from None
 
 
-def weights_of(server_args: Any) -> str | None:
-    """The folder of the served model's weights, as folder_of."""
-    given = server_args
-    return folder_of(given.model_path, given.load_format, given.revision, given.download_dir)
+def weights_of(args: Any) -> str | None:
+    """The folder of the weights that SGLang's server_args name, as folder_of."""
+    return folder_of(args.model_path, args.load_format, args.revision, args.download_dir)

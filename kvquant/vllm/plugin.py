@@ -37,9 +37,9 @@ def register() -> None:
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import register_backend
 
-    if hasattr(cache, "register_kv_cache_dtype"):  # since vLLM 0.33
-        for name in DTYPES.keys() - {*cache.KV_CACHE_DTYPES}:
-            cache.register_kv_cache_dtype(name)(CacheDType)
+    # vLLM 0.33 has such a list and warns of what is there, 0.32 has none
+    for name in DTYPES.keys() - {*getattr(cache, "KV_CACHE_DTYPES", DTYPES)}:
+        cache.register_kv_cache_dtype(name)(CacheDType)
     for name, entry in _entries().items():
         path = f"{__name__}.{name}"
         if not entry.is_overridden():
