@@ -6,7 +6,7 @@ A token goes to a rank by its place in the sequence, in blocks:
 
 So ranks hold equally many tokens, and need no messages to decide. A step attends on each rank to
 its tokens, and merges the outputs of all ranks by their lse. GPUs of one host write into one
-another's memory and merge in one kernel; other ranks do so by an all-gather.
+another's memory and merge in one kernel; other ranks merge after an all-gather.
 
 Source: FlashDecoding's split of a sequence (https://arxiv.org/abs/2311.01282), here over ranks;
 vLLM has it as decode context parallel.
@@ -50,8 +50,8 @@ class ContextParallelCache(NoShallowCopy):
 
     Every rank calls the same methods with the same tokens and queries, and keeps its share: a block
     of tokens, then none for as many blocks as there are other ranks. Each rank's first and last
-    tokens (sink_len, recent_len) are in 16 bit. On CUDA nothing is read in a step, so a CUDA graph
-    serves every step, with NCCL. A rank that raises must end the others, as torchrun does.
+    tokens (sink_len, recent_len) are in 16 bit. On CUDA the host reads nothing in a step: with
+    NCCL one CUDA graph serves every step. A rank that raises must end the others, as torchrun does.
 
     Args:
         cache: of this rank, empty, without windows; alike on all ranks. It needs room for
@@ -202,7 +202,7 @@ class ContextParallelCache(NoShallowCopy):
     ) -> torch.Tensor | State:
         """Attend with q [batch, num_q_heads, head_dim] to all tokens, those of other ranks too.
 
-        out is rounded to the dtype of q twice: on each rank, and merged.
+        Each rank rounds out to the dtype of q twice: before and after the merge.
 
         Args:
             layer: index of the layer.

@@ -12,8 +12,8 @@ Parts:
                 GPU; with sequences spread over the ranks, and all weights on each; with heads and
                 weights split, and a sum over ranks twice a layer
 
-Calls are captured in a CUDA graph. A time is the median over rounds of the slowest rank's. Ranks
-meet before each round. The default formats, with first and last tokens in 16 bit.
+Calls are captured in a CUDA graph. A time is the slowest rank's, the median over rounds. Ranks meet
+before each round. First and last tokens are in 16 bit, others in FORMATS.
 """
 
 from __future__ import annotations

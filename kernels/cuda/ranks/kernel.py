@@ -2,13 +2,13 @@
 
     grid    rows: query heads of the sequences, a warp each
 
-        out, lse    [num_rows, head_dim], [num_rows]: of this rank's tokens, then of all ranks'
+        out, lse    [num_rows, head_dim], [num_rows]: before, of this rank's tokens; after, of all
         peers       [world]: the address of each rank's memory, mapped by NVLink or PCIe
         memory      flags [world, blocks], then slots [2, world, most_rows] of out and lse
 
-Each block writes its rows to the slots that this rank has in the memory of every rank, then its
-flag there: the number of this call. It waits until the flags of the same block of all ranks have
-come, and merges the rows of its own memory. Calls take the two halves of the slots in turn: a rank
+Each block writes its rows to this rank's slots in every rank's memory, then the number of this call
+to its flag there. The block waits for this number from the same block of all ranks, then merges the
+rows in its own memory. Calls take the two halves of the slots in turn: a rank
 is at most one call ahead of another one, because it waits for the other one's flag in each call.
 
 Source: the one-shot all-reduce of custom_all_reduce in vLLM (https://github.com/vllm-project/vllm).

@@ -95,7 +95,8 @@ class Exchange:
         if len({host for host, _ in places}) > 1:
             return "the ranks are on several hosts"
         if len(set(places)) < world or world > MOST_RANKS:
-            return f"{world} ranks have {len(set(places))} GPUs: at most {MOST_RANKS} have one each"
+            gpus = len(set(places))
+            return f"{world} ranks have {gpus} GPUs: give at most {MOST_RANKS}, one each"
         found, error = None, ""
         try:
             import torch.distributed._symmetric_memory as symmetric_memory
