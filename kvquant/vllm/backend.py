@@ -546,7 +546,7 @@ class KVQuantImpl(AttentionImpl[Step]):
     """
 
     rows: LayerRows
-    own: Settings
+    own: Settings | None = None
     room: list[torch.Tensor] | None
 
     def __init__(
@@ -621,7 +621,9 @@ class KVQuantImpl(AttentionImpl[Step]):
         """
         if self.room is not None:
             return True
-        config, self.recent_len = self.config, self.window_len(self.own)
+        config = self.config  # some loaders process no weights
+        own = self.own or backend_of(KVQuantBackend, OURS[0], request_of(config)).settings
+        self.recent_len = self.window_len(own)
         if not self.recent_len:
             return False
         tokens = min(config.cache_config.block_size, LONGEST_PAGE) + self.recent_len

@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
             return backend_of(KVQuantLatentBackend, name, request)
         if name in OURS:
             backend = backend_of(KVQuantBackend, name, request)
-            if config.model_config is not None:
+            if config.model_config is not None and not is_draft():
                 accuracy_of(backend.settings, weights_of(config))  # before weights are loaded
             return backend
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,10 +105,11 @@ class Exchange:
             memory_bytes = cls.memory_bytes(world, head_dim)
             memory = symmetric_memory.empty(memory_bytes, dtype=torch.uint8, device=device)
             memory.zero_()
-            handle = symmetric_memory.rendezvous(memory, group)
-            found = cls(memory, handle.buffer_ptrs, dist.get_rank(group), head_dim)
+            starts, rank = symmetric_memory.rendezvous(memory, group).buffer_ptrs, group.rank()
+            offset = memory.data_ptr() - starts[rank]  # of the tensor in what was mapped
+            found = cls(memory, [start + offset for start in starts], rank, head_dim)
             torch.cuda.synchronize(device)  # the zeros are there before another rank writes
-        except (ImportError, RuntimeError) as raised:
+        except Exception as raised:  # what one rank cannot do none does
             error = f"{type(raised).__name__}: {raised}"
         errors = [error] * world
         dist.all_gather_object(errors, error, group)
@@ -116,8 +118,12 @@ class Exchange:
 
     def takes(self, out: torch.Tensor) -> bool:
         """Whether it merges states of such an out [..., head_dim]."""
-        rows = out.shape[:-1].numel()
-        return out.dtype in CODECS and out.is_contiguous() and 0 < rows <= self.most_rows
+        rows, fits = out.shape[:-1].numel(), out.shape[-1] == self.head_dim
+        return fits and out.dtype in CODECS and out.is_contiguous() and 0 < rows <= self.most_rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a cache has None: other ranks do not write to the copy's memory."""
+        return type(None), ()
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge states [..., head_dim] and [...], float32, of all ranks, in place.

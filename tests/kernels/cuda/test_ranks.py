@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -89,8 +90,13 @@ def test_what_it_takes() -> None:
         torch.empty(17, 64, dtype=torch.bfloat16),
         torch.empty(0, 64, dtype=torch.bfloat16),
         torch.empty(64, 4, dtype=torch.bfloat16).T,
+        torch.empty(3, 128, dtype=torch.bfloat16),
     ):
         assert not one.takes(other)
+
+
+def test_a_copy_has_no_memory_that_ranks_write_to() -> None:
+    assert copy.deepcopy(ranks_of(2, 64)) == [None, None]
 
 
 @pytest.mark.gpu
