@@ -36,8 +36,9 @@ SHARE = 4814 / 132  # GB/s for an SM of an H200; taken for GPUs whose bandwidth 
 # with b blocks on an SM, each of which reads k KiB of K at once, reads take longer by
 # SCATTER * b ** OF_BLOCKS / k ** OF_KIB
 SCATTER, OF_BLOCKS, OF_KIB = 0.22, 0.4, 0.65
-# an SM that waits for fewer KiB at once than it reads in the time of a load takes so much longer
-IN_FLIGHT, FEW_IN_FLIGHT, MANY_TILES = 32, 1.08, 512  # where a split has so many tiles
+# with fewer KiB of loads in flight on an SM, reads take longer by this factor; counted for splits
+# of so many tiles, the only ones that were measured
+IN_FLIGHT, FEW_IN_FLIGHT, MANY_TILES = 32, 1.08, 512
 TILE_TIME, WARP_TIME = 0.5, 0.07  # of a warp for a tile, and what each warp of the SM adds to it
 EIGHT_TIME = {1: 1.0, 2: 1.2}  # times as long, with so many eights of columns
 MANY_GROUPS = 1.6  # times as long, with rows of more than WIDE_GROUPS groups

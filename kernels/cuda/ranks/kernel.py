@@ -8,8 +8,8 @@
 
 Each block writes its rows to this rank's slots in every rank's memory, then the number of this call
 to its flag there. The block waits for this number from the same block of all ranks, then merges the
-rows in its own memory. Calls take the two halves of the slots in turn: a rank
-is at most one call ahead of another one, because it waits for the other one's flag in each call.
+rows in its own memory. Calls take the two halves of the slots in turn. Two halves suffice: a rank
+waits for all flags in each call, so it is at most one call ahead of another rank.
 
 Source: the one-shot all-reduce of custom_all_reduce in vLLM (https://github.com/vllm-project/vllm).
 """
