@@ -2,12 +2,12 @@
 
     python tests/benchmarks/bench_sglang.py bench.json [--engine kvquant --engine triton ...]
 
-The model is a Llama as wide as one of 8B, with random weights. Engines run one after another, each
-in its own process. In each of --rounds rounds an engine reads --batch prompts of --context tokens,
-and then decodes all of them at once (decoding.py). The script makes one more round before these and
-leaves it out, because the engine compiles kernels in it. The script writes the file after each
-engine. If an engine fails the script prints the end of its log and leaves the engine out. The
-engines flashinfer and fa3 run only where their packages are installed.
+The model is a Llama as wide as one of 8B, with random weights, or --model. Engines run one after
+another, each in its own process. In each of --rounds rounds an engine reads --batch prompts of
+--context tokens, and then decodes all of them at once (decoding.py). The script makes one more
+round before these and leaves it out, because the engine compiles kernels in it. The script writes
+the file after each engine. If an engine fails the script prints the end of its log and leaves the
+engine out. The engines flashinfer and fa3 run only where their packages are installed.
 
 Install SGLang 0.5.23, or bring it to the machine as one file (tests/sglang/on_gpu/). With that file
 torch computes norms, activations and rotary embeddings in all engines, so steps take longer than
@@ -30,15 +30,19 @@ from typing import Any
 
 import click
 import torch
-from bench_vllm import random_model
+from bench_vllm import INT4, random_model
 from decoding import ROOM, Figures, measure_decode
 
 PAGE = 64  # tokens
-ENGINES: dict[str, Figures] = {
-    "kvquant": {"attention_backend": "kvquant"},  # KVQUANT_SGLANG, or int4-g4
-    "triton": {"attention_backend": "triton"},
-    "flashinfer": {"attention_backend": "flashinfer"},
-    "fa3": {"attention_backend": "fa3"},
+# kvquant's rows, or the name of SGLang's own backend
+ENGINES: dict[str, Figures | str] = {
+    "kvquant": {**INT4, "accept_loss": True},
+    "default": {},
+    "default-window": {"recent_len": 128},
+    "plan": {"plan": "auto"},
+    "triton": "triton",
+    "flashinfer": "flashinfer",
+    "fa3": "fa3",
 }
 
 
@@ -76,11 +80,12 @@ def measure(name: str, model: str, batch: int, context: int, rounds: int) -> Fig
     """Measure an engine in this process."""
     import sglang
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu, rows = torch.cuda.is_available(), ENGINES[name]
+    if not isinstance(rows, str):
+        os.environ["KVQUANT_SGLANG"] = json.dumps(rows)
     options = {
         "model_path": model,
         "dtype": "bfloat16",
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "sampling_backend": "pytorch",
         "page_size": PAGE,
@@ -89,8 +94,10 @@ def measure(name: str, model: str, batch: int, context: int, rounds: int) -> Fig
         "max_running_requests": batch,
         "max_total_tokens": batch * (context + ROOM + PAGE) + 64 * PAGE,
         "random_seed": 0,
-        **ENGINES[name],
+        "attention_backend": rows if isinstance(rows, str) else "kvquant",
     }
+    if not [*Path(model).glob("*.safetensors")]:
+        options["load_format"] = "dummy"
     if on_gpu:  # graphs of prompts would take memory, and time at each start
         options |= {"cuda_graph_max_bs_decode": batch, "cuda_graph_backend_prefill": "disabled"}
     else:  # to try this script
@@ -122,7 +129,8 @@ def measure(name: str, model: str, batch: int, context: int, rounds: int) -> Fig
 @click.option("--context", default=8192, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=280.0, show_default=True, help="Of an engine, at most.")
-@click.option("--model", hidden=True, help="Measure one engine in this process.")
+@click.option("--model", default="", help="The folder of a model in place of random weights.")
+@click.option("--here", is_flag=True, help="Measure one engine in this process.")
 def main(
     json_file: Path,
     names: tuple[str, ...],
@@ -132,22 +140,24 @@ def main(
     context: int,
     rounds: int,
     seconds: float,
-    model: str | None,
+    model: str,
+    here: bool,
 ) -> None:
     """Measure, print, and write the file after each engine."""
     sizes = {"batch": batch, "context": context, "rounds": rounds}
-    if model is not None:
+    if here:
         found = measure(names[0], model, **sizes)
         json_file.write_text(json.dumps(found), encoding="utf-8")
         os._exit(0)  # whatever SGLang has left
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     everything: Figures = {"gpu": gpu, "torch": torch.__version__, "layers": layers, "width": width}
-    everything |= {**sizes, "engines": {}}
+    everything |= {**sizes, "model": Path(model).name, "engines": {}}
     with TemporaryDirectory() as folder:
         random_model(layers, width).save_pretrained(folder)
         for name in filter(is_there, names):
             log, one = json_file.with_name(f"{name}.log"), Path(folder) / f"{name}.json"
-            command = [sys.executable, __file__, str(one), "--engine", name, "--model", folder]
+            command = [sys.executable, __file__, str(one), "--here", "--engine", name]
+            command += ["--model", model or folder]
             command += [part for key, x in sizes.items() for part in (f"--{key}", str(x))]
             with log.open("w") as file:
                 try:

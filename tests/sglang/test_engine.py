@@ -49,7 +49,7 @@ def test_answers_are_those_of_the_same_rows(ids: list[int], tmp_path: Path) -> N
             "abort": True,
         },
     ]
-    plan = make_plan(tmp_path / "plan.safetensors", 256)
+    plan = make_plan(tmp_path / "plan.safetensors", observed=256)
     rows = {"plan": plan, "k_format": "int8", "v_format": "int4-g4"}
     demo = answers(rows, rounds, MODEL, page_size=1)
     assert demo["overlaps"]

@@ -32,7 +32,9 @@ MOST = {
     "int4-rows": MANY_CHUNKS,
     "int4-short-chunks": MANY_CHUNKS,
     "plan": (0.006, 0.002),
+    "plan-by-layer": SAME_CHUNK,
 }
+BY_LAYER = ["int8 int4", "int4-g4 int4-g4", "int4-g4 int4-g4", "int8 int8"]  # formats of K and V
 Found = dict[str, Any]
 # rows, without tokens in 16 bit, which the reference does not have
 INT4, BF16, INT8 = (

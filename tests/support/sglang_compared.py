@@ -41,6 +41,7 @@ from compared_answers import (
 from vllm_texts import Text
 
 EAGER = {"disable_cuda_graph": True}
+WINDOW = {"recent_len": 128}
 TWO_RANKS = {"tp_size": 2, "disable_custom_all_reduce": True}  # its kernel may not be there
 PROMPTS = {"cuda_graph_backend_prefill": "breakable"}  # of prompts, too, without attention
 # SGLang's switch for tests: it takes a request's slots in the pool away now and then
@@ -62,7 +63,9 @@ CASES: dict[str, Found] = {
     "int4-tokens": {"rows": INT4},  # pages of one token
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, "page_size": 16, **EAGER},
     "int4-short-chunks": {"rows": INT4, "chunked_prefill_size": 64, **EAGER},
-    "plan": {"rows": {"plan": ""}, "page_size": 16},
+    "plan": {"rows": {"plan": []}, "page_size": 16},
+    "bf16-window": {"rows": {**BF16, **WINDOW}, "page_size": 16},
+    "int4-window": {"rows": {**INT4, **WINDOW}, "page_size": 16},
     "own-two-ranks": {**TWO_RANKS},
     "bf16-two-ranks": {"rows": BF16, **TWO_RANKS},
     "int4-two-ranks": {"rows": INT4, "page_size": 64, **TWO_RANKS},
@@ -89,7 +92,7 @@ def answers(name: str, folder: Path) -> Found:
     case = {"model": "demo", "rows": None, "env": {}, **CASES[name]}
     kind, rows, env = (case.pop(key) for key in ("model", "rows", "env"))
     if rows is not None and "plan" in rows:
-        rows = {**rows, "plan": make_plan(folder / f"{name}.safetensors")}
+        rows = {**rows, "plan": make_plan(folder / f"{name}.safetensors", rows["plan"])}
     model = make_model(kind, folder / name)
     ids = held_out(AutoTokenizer.from_pretrained(model)) if kind == "demo" else random_ids()
     short, long = prompts_of(ids)
@@ -165,7 +168,7 @@ def answers(name: str, folder: Path) -> Found:
 def faults(found: dict[str, Found]) -> list[str]:
     """A line for each fault of the answers. `main` reports engines that did not run."""
     pairs = [("bf16", "own"), ("bf16-pages", "own"), ("bf16-retracted", "own-eager")]
-    pairs += [("bf16-graphs-of-prompts", "own-graphs-of-prompts")]
+    pairs += [("bf16-window", "own"), ("bf16-graphs-of-prompts", "own-graphs-of-prompts")]
     pairs += [("bf16-two-ranks", "own-two-ranks")]
     pairs += [(name, f"{name}-own") for name in OTHERS]
     alike = dict.fromkeys(("int4-tokens", "int4-two-ranks"), SAME_CHUNK)

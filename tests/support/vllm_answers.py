@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from compared_answers import (
     BF16,
+    BY_LAYER,
     CHUNK,
     CONTEXT,
     INT4,
@@ -62,7 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int4-eager-first-runner": {"rows": INT4, "runner": "0", **EAGER},
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, **EAGER},
     "int4-short-chunks": {"rows": INT4, "max_num_batched_tokens": 64, **EAGER},
-    "plan": {"rows": {"plan": "", "recent_len": 0}},
+    "plan": {"rows": {"plan": [], "recent_len": 0}},
+    "plan-by-layer": {"rows": {"plan": BY_LAYER, "recent_len": 0}},
     "int4-ngram": {"rows": INT4, "speculative_config": NGRAM},
     "bf16-window": {"rows": {**BF16, **WINDOW}},
     "bf16-window-preempted": {"rows": {**BF16, **WINDOW}, **SMALL, **EAGER},
@@ -127,7 +129,7 @@ def options_of(name: str, folder: Path) -> tuple[dict[str, Any] | None, dict[str
     rows, kind = case.pop("rows"), case.pop("model")
     case.pop("runner", None)
     if rows is not None and "plan" in rows:
-        rows = {**rows, "plan": make_plan(folder / f"{name}.safetensors")}
+        rows = {**rows, "plan": make_plan(folder / f"{name}.safetensors", rows["plan"])}
     if case.get("speculative_config") == {}:
         case["speculative_config"] = noisy_draft_model(folder / f"{name}-model")
     given = {
@@ -174,7 +176,7 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
         found["seconds_to_start"] = time.perf_counter() - begun
         config = llm.llm_engine.vllm_config
         worker = getattr(llm.llm_engine.model_executor, "driver_worker", None)
-        if worker is not None:  # ranks are processes of their own
+        if worker is not None:
             found["runner"] = [one.__module__ for one in type(worker.worker.model_runner).__mro__]
         found["graphs"] = str(config.compilation_config.cudagraph_mode)
         found["blocks"] = config.cache_config.num_gpu_blocks
@@ -208,7 +210,8 @@ def answers(name: str, folder: Path) -> dict[str, Any]:
         found["usage"] = counter(llm, "kv_cache_usage_perc")
         drafted = "num_draft_tokens", "num_accepted_tokens"
         found["drafted"] = [counter(llm, f"spec_decode_{one}") for one in drafted]
-        if options.get("max_model_len", 1024) > CONTEXT + SCORED:
+        # logits of prompts cannot be taken from ranks, which are processes of their own
+        if worker is not None and options.get("max_model_len", 1024) > CONTEXT + SCORED:
             llm.reset_prefix_cache()
             logits = all_logits_of(llm, long, detokenize=False)
             found["prompts"] = [
