@@ -42,6 +42,7 @@ ENGINES = {  # of vllm_models.py, in kvquant/vllm/README.md
     "16 bit, TRITON_ATTN": "TRITON_ATTN, bf16",
     "default, rows alone": "kvquant, the default",
     "default, window": "kvquant, the default with `recent_len` 128",
+    "plan, rows alone": 'kvquant, `"plan": "auto"`',
     "plan, window": 'kvquant, `"plan": "auto"` with `recent_len` 128',
     "FLASH_ATTN fp8": "FLASH_ATTN, fp8",
     "int4-g4, window": "kvquant, `int4-g4` without a plan, `recent_len` 128",

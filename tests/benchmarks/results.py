@@ -35,9 +35,10 @@ measured and the date:
     zen4-decode                             kvquant bench --device cpu
     xeon-decode                             the same --format int4-g4 --format int8, on the GPU's
                                             host, with other jobs on its other cores
-    vllm, vllm-load, vllm-32, vllm-again    tests/benchmarks/bench_vllm.py, with --part load and
-                                            --requests 100, with --layers 32, and as for vllm again,
-                                            beside jobs on the machine's other GPUs and cores
+    vllm-load, vllm-32                      tests/benchmarks/bench_vllm.py, with --part load and
+                                            --requests 100, and with --layers 32
+    vllm-batches                            the same with --model and --part decode, two engines on
+                                            each of two GPUs of one host; we joined the two files
     ranks                                   tests/benchmarks/bench_ranks.py
     vllm-ranks                              tests/benchmarks/bench_vllm.py --part decode, of one and
                                             two ranks, with --model and with --width 8192; we joined
@@ -48,10 +49,11 @@ measured and the date:
                                             and beside tests, of a working tree between the commit
                                             that we wrote by hand and 84d5bdc2, which has the
                                             script. torch, not yet a kernel, found slots. We joined
-                                            the calls and took "seconds" out of the rows
-    sglang                                  tests/benchmarks/bench_sglang.py; we removed "graphs",
-                                            which the script took from a log without such lines.
-                                            "tokens" tells the memory of graphs
+                                            the calls and took "seconds" out of the rows. The plan's
+                                            rows alone, and its window behind code, are of
+                                            2026-11-30, commit d1a4f485
+    sglang                                  tests/benchmarks/bench_sglang.py --model; we left out
+                                            what SGLang tells of the memory of graphs
     sglang-answers                          tests/support/sglang_compared.py: its compared.json,
                                             merged from two calls
     recall, recall-few, code, kinds         tests/benchmarks/bench_recall.py, the same with rows of
@@ -244,7 +246,6 @@ SENTENCES = {
         "once in {engines[flash][saturated][0][seconds]:.1f} s, which is "
         "{engines[flash][saturated][0][requests_per_s]:.1f} a second",
     ),
-    "vllm": ("vllm", ENGINES),
     "vllm-32": ("vllm-32", ENGINES),
 }
 WAYS = {
@@ -605,6 +606,8 @@ def latent_peers() -> str:
 
 
 SERVED = {
+    "default": "kvquant, the default",
+    "plan": 'kvquant, `"plan": "auto"`',
     "kvquant": "kvquant `int4-g4`",
     "flash": "FLASH_ATTN (FlashAttention 3), bf16",
     "flash-fp8": "FLASH_ATTN, fp8",
@@ -614,18 +617,33 @@ SERVED = {
 
 def served() -> list[str]:
     """Engines of vLLM with equal batch, in equal memory and under load."""
-    found = []
-    for name in ("vllm", "vllm-32"):
-        if (RESULTS / f"{name}.json").exists():  # nobody has measured 32 layers yet
-            figures = read(name)
-            found += [said(name), throughput(figures)]
-    figures = read("vllm-load")
     return [
-        *found,
-        again(read("vllm-again")),
-        said("saturated"),
-        under_load(figures),
+        batches(),
+        *(said("vllm-32"), throughput(read("vllm-32"))),
+        *(said("saturated"), under_load(read("vllm-load"))),
     ]
+
+
+def rate_of(engine: Figures, batch: int, key: str = "tokens_per_s") -> float:
+    """The median of an engine's rounds with so many sequences."""
+    return statistics.median(one[key] for one in engine["decode"] if one["batch"] == batch)
+
+
+def batches() -> str:
+    """A public model with growing batches: tokens a second, and waiting times of the largest."""
+    found, rows = read("vllm-batches"), []
+    sizes = [*found["settings"]["fewer"], most := found["settings"]["batch"]]
+    for name, title in SERVED.items():
+        if name in found["engines"]:
+            one = found["engines"][name]
+            room = one["tokens"] / found["engines"]["flash"]["tokens"]
+            rates = [f"{rate_of(one, size):,.0f}" for size in sizes]
+            waits = [rate_of(one, most, f"step_ms_{part}") for part in ("p50", "p99")]
+            waits += [rate_of(one, most, f"first_token_ms_{part}") / 1e3 for part in ("p50", "p99")]
+            rows.append([title, f"{room:.2f}x", *rates, *(f"{ms:.1f}" for ms in waits)])
+    titles = ["engine", "tokens that fit", *(f"{size} sequences: tokens/s" for size in sizes)]
+    waits_of = f"{most}: ms a step, p50", "p99", "s to the first token, p50", "p99"
+    return table([*titles, *waits_of], rows)
 
 
 def answers_in_vllm() -> list[str]:
@@ -656,16 +674,6 @@ def windowed() -> list[str]:
     ]
 
 
-def again(figures: Figures) -> str:
-    """Tokens a second in equal batch, in a run beside other jobs."""
-    ours, theirs = (
-        [run["tokens_per_s"] for run in figures["engines"][name]["decode"]]
-        for name in ("kvquant", "flash")
-    )
-    told = [f"{min(rates):,.0f} to {max(rates):,.0f}" for rates in (ours, theirs)]
-    return f"kvquant decoded {told[0]} tokens a second, and FLASH_ATTN in bf16 {told[1]}"
-
-
 def spread(runs: Sequence[Figures], key: str) -> str:
     """The median of some runs, and the least and the most."""
     values = [run[key] for run in runs]
@@ -693,8 +701,10 @@ def under_load(figures: Figures) -> str:
     """Waiting times at the greatest rate of arrivals."""
     rows = []
     for name, title in SERVED.items():
-        runs = figures["engines"].get(name, {}).get("load", [])
-        most = max((run["share"] for run in runs), default=0.0)
+        runs = figures["engines"].get(name, {}).get("load")
+        if not runs:
+            continue
+        most = max(run["share"] for run in runs)
         same = [run for run in runs if run["share"] == most]
         keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
         rows.append([title, *(spread(same, key) for key in keys)])
@@ -738,19 +748,14 @@ def variants() -> str:
 
 
 def served_by_sglang() -> str:
-    """Tokens a second of SGLang's engines, in three rounds."""
-    engines = read("sglang")["engines"]
+    """Tokens a second of SGLang's engines, and the milliseconds of a step."""
     rows = []
-    for name, title in (
-        ("kvquant", "kvquant `int4-g4`"),
-        ("triton", "SGLang's `triton`, bf16"),
-    ):
-        rounds = engines[name]["decode"]
-        assert not any(one["ended_too_early"] for one in rounds)
-        rows.append(
-            [title, *(spread(rounds, key) for key in ("tokens_per_s", "prompt_tokens_per_s"))]
-        )
-    return table(["engine", "tokens/s", "prompts: tokens/s"], rows)
+    for name, one in read("sglang")["engines"].items():
+        keys = "tokens_per_s", "step_ms_p50", "step_ms_p99", "prompt_tokens_per_s"
+        title = {**SERVED, "triton": "SGLang's `triton`, bf16"}[name]
+        rows.append([title, *(spread(one["decode"], key) for key in keys)])
+    titles = "engine", "tokens/s", "ms a step, p50", "p99", "prompts: tokens/s"
+    return table(titles, rows)
 
 
 SETTINGS = (
@@ -805,15 +810,11 @@ def speed() -> str:
     what = f"model step, {steps['batch']} sequences of {steps['tokens']:,} tokens, H200"
     ratio = steps["ms"]["DynamicCache"] / steps["ms"]["compiled"]
     found.append((what, "`int4-g4`", "transformers' `DynamicCache`", ratio))
-    for name, file in (("flash", "vllm-32"), ("flash-fp8", "vllm")):
-        figures = read(file)
-        rates = [
-            statistics.median(run["tokens_per_s"] for run in figures["engines"][engine]["decode"])
-            for engine in ("kvquant", name)
-        ]
-        layers, batch = figures["settings"]["layers"], figures["settings"]["batch"]
-        what = f"vLLM, {layers} layers, {batch} sequences of 8,192 tokens, H200"
-        found.append((what, "`int4-g4`", SERVED[name], rates[0] / rates[1]))
+    engines = read("vllm-batches")["engines"]
+    what = "vLLM, Coder-1.5B, 256 sequences of 8,192 tokens, H200"
+    for name in ("flash", "flash-fp8"):
+        ratio = rate_of(engines["default"], 256) / rate_of(engines[name], 256)
+        found.append((what, "default", SERVED[name], ratio))
     cells = [[what, rows, peer, f"{ratio:.2f}"] for what, rows, peer, ratio in found]
     return table(["what", "rows", "beside", "times as fast"], cells)
 
