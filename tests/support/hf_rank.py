@@ -39,11 +39,11 @@ def check_compiled(model: Any) -> None:
     config: Any = transformers.CompileConfig(fullgraph=True, backend="eager", mode="default")
     config._compile_all_devices = True
     caches = [QuantizedCache(model, max_seq_len=64) for _ in range(2)]
-    assert_alike(
-        run(model, caches[0], 1, compile_config=config), run(model, caches[1], 1), limit=CODES
-    )
-    found = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    assert found == (1, {}), found
+    found = run(model, caches[0], 1, compile_config=config)
+    wanted = run(model, caches[1], 1, disable_compile=True)  # on CUDA generate compiles by itself
+    assert_alike(found, wanted, limit=CODES)
+    counted = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    assert counted == (1, {}), counted
     caches[0].check()
 
 
