@@ -152,13 +152,10 @@ def make_feed_exact(spec, fmt, order):
         block = uint32(uint32(BLOCK) * uint32(unit >> uint32(3)))
         while first < end:
             words = cuda.local.array(WORDS, uint32)
-            for i in range(WORDS):
-                words[i] = uint32(0)
-            for i in range(UNITS):
-                row = int32(first + int32(uint32(mine + uint32(AT_ONCE * i))))
-                if row < end:
-                    at = base + uint64(slot_in_ring(row, around)) * uint64(row_stride)
-                    store_sums(words, 4 * i, load_unit(at, unit))
+            for i in range(UNITS):  # after the last row that one again, which is masked
+                row = min(int32(first + int32(uint32(mine + uint32(AT_ONCE * i)))), int32(end - 1))
+                at = base + uint64(slot_in_ring(row, around)) * uint64(row_stride)
+                store_sums(words, 4 * i, load_unit(at, unit))
             if number >= uint32(STAGES):
                 barrier(uint32(uint32(FREE) + stage), uint32(THREADS))
             for i in range(UNITS):
