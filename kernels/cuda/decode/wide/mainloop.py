@@ -7,9 +7,9 @@
     feeders ──────▶ consumers ──────▶ feeders     barriers of a stage
 
 A code is expanded once for 64 or 128 columns. Consumers take turns on tiles, or with more than 64
-columns each has its own. Tiles of a second segment, of 16-bit rows, come after the tiles of the
-first as if it went on: `rows_of_line` counts both. All else is as in decode/mainloop.py. K rounded to fp16 moves the
-log-sum-exp: the kernel serves callers who do not want it.
+columns each has its own. Tiles of a second segment, of 16-bit rows, follow those of the first on
+one line, which is divided as the rows of one segment are. All else is as in decode/mainloop.py. K
+rounded to fp16 moves the log-sum-exp: the kernel serves callers who do not want it.
 
 Source: FlashAttention-3 (https://arxiv.org/abs/2407.08608).
 """
