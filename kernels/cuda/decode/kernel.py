@@ -64,7 +64,7 @@ def make_decode_kernel(spec):
     combine_splits = make_combine_splits(spec, write)
     write_empty = make_write_empty(spec, write)
     firsts, rows_of = zip(*(make_extent(spec, which) for which in range(3)), strict=True)
-    if SEGMENTS == 2:  # both are one line of tiles
+    if SEGMENTS == 2:  # both are one line of tiles (wide/mainloop.py)
         rows_of = (make_rows_of_line(spec), *rows_of[1:])
     survey, find, steps_of, cost_of = make_survey(spec, rows_of)
     share_of, is_spare = make_share(spec), make_is_spare(spec, rows_of)
