@@ -19,6 +19,7 @@ from kvquant.cache.warmup import Calls
 from kvquant.errors import ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.decode.wide.spec import WideSpec
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
@@ -73,7 +74,8 @@ def told_and_launched(
                 cache.append(layer, k, v)
             else:
                 cache.step(layer, *q, k, v, sm_scale=1.0)
-    assert len(cuda.launched) >= 6 and {*loaded_specs()} == told
+    pays = {spec for spec in told if isinstance(spec, WideSpec)}  # only with larger batches
+    assert len(cuda.launched) >= 6 and {*loaded_specs()} == told - pays
     return told, cache
 
 

@@ -42,7 +42,7 @@ from .schedule import (
     make_survey,
     rank_of,
 )
-from .wide.mainloop import make_attend_wide
+from .wide.mainloop import make_attend_wide, make_rows_of_line
 
 # of a part, in the word of its columns: whether it is the unit's first, whether it has tokens
 BEGINS, HOLDS = 0x100, 0x200
@@ -64,6 +64,8 @@ def make_decode_kernel(spec):
     combine_splits = make_combine_splits(spec, write)
     write_empty = make_write_empty(spec, write)
     firsts, rows_of = zip(*(make_extent(spec, which) for which in range(3)), strict=True)
+    if SEGMENTS == 2:  # both are one line of tiles (wide/mainloop.py)
+        rows_of = (make_rows_of_line(spec), *rows_of[1:])
     survey, find, steps_of, cost_of = make_survey(spec, rows_of)
     share_of, is_spare = make_share(spec), make_is_spare(spec, rows_of)
     even_part = make_even_part(spec, firsts, rows_of)
@@ -112,7 +114,7 @@ def make_decode_kernel(spec):
 
     make = make_attend_wide if spec.is_wide else make_attend
     attend_first = make(spec, spec.first, keep, recall)
-    attend_second = make_attend(spec, spec.second, keep, recall) if spec.second else attend_nothing
+    attend_second = make_attend(spec, spec.second, keep, recall) if THREE else attend_nothing
 
     @device_function
     def batch_of(common):
@@ -238,7 +240,10 @@ def make_decode_kernel(spec):
     def decode_one(common, one):
         decode(common, one, one, one)
 
+    def decode_two(common, one, two):
+        decode(common, one, two, two)
+
     def decode_three(common, one, two, three):
         decode(common, one, two, three)
 
-    return decode_three if THREE else decode_one
+    return (decode_one, decode_two, decode_three)[SEGMENTS - 1]

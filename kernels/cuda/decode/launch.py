@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Callable, Hashable, Sequence
@@ -229,7 +230,7 @@ def describe(call: AttentionCall, kind: Kind | None = None, *, may_widen: bool =
     count = ratio * q_len
     spec = make_spec(ordered, codec_of("q", q), count, causal=causal, variant=names)
     spec = narrow(replace(spec, ragged=ragged), gpu)
-    if gpu.capability == WARPGROUPS and may_widen and not call.return_lse:
+    if gpu.capability == WARPGROUPS and may_widen and not call.return_lse and len(order) <= 2:
         wide = widened(spec, count)
         if wide is not None:
             units = batch * num_kv_heads * -(-count // wide.block_columns)
@@ -249,6 +250,8 @@ def describe(call: AttentionCall, kind: Kind | None = None, *, may_widen: bool =
         spec = replace(spec, overlapped=True)
     most = window + q_len + HALF  # rows of a segment that are in a window, or read with them
     capacities = tuple(min(segments[i].capacity, most) for i in order)
+    if spec.is_wide:
+        capacities = (sum(capacities),)
     return Work(spec, gpu, batch * columns, order, capacities, batch, q_len)
 
 
@@ -312,7 +315,8 @@ class Launch:
         self._axis = AXIS.pack(strides[1], q_len) if work.spec.causal else None
         self._variant = [(name, _numbers_of(name, variant)) for name in work.spec.variant]
         self._segments = []
-        for i, splits in zip(work.order, chosen.splits, strict=True):
+        # a kernel for wide groups splits both of its segments as one
+        for i, splits in itertools.zip_longest(work.order, chosen.splits, fillvalue=1):
             copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
             self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
         self._layout = f"@5P{QUERY.size}sf" + (f"P{AXIS.size}s" if work.spec.causal else "")

@@ -227,7 +227,7 @@ def pays(spec: DecodeSpec, gpu: GPU, units: int, columns: int, segments: Sequenc
 
     units: as in plan. columns: of a KV head. segments: what is attended to.
     """
-    kernel, capacity = fit(spec, gpu), segments[0].capacity
+    kernel, capacity = fit(spec, gpu), sum(one.capacity for one in segments)
     if not kernel.slots:
         return False
     tokens = units * capacity / kernel.slots

@@ -131,10 +131,10 @@ def make_query_row(causal):
     return of_query if causal else of_head
 
 
-def make_see(spec, path):
+def make_see(spec, path, word="seen"):
     """The function to how many columns have queries, and between which rows of a segment all of
-    them see; it leaves each column's rows in shared memory."""
-    COLUMNS, SEEN, UNSEEN = spec.columns, spec.word_at("seen"), spec.word_at("unseen")
+    them see; it leaves each column's rows in shared memory, as such a word."""
+    COLUMNS, SEEN, UNSEEN = spec.columns, spec.word_at(word), spec.word_at("unseen")
     BRANCH, WINDOW = spec.word_at("branch"), spec.places.get("window", 0)
     rows_before = make_rows_before(path is spec.first)
 

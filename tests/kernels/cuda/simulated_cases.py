@@ -48,7 +48,7 @@ def run_case(name: str, options: dict[str, Any]) -> dict[str, float]:
     def one_kind(call: AttentionCall) -> tuple[Kind, ...]:
         return (kinds(call)[-1]._replace(least=1, room=len(call.q)),)
 
-    splits = tuple(n for n in case.splits if n)
+    splits = tuple(n for n in case.splits if n)[: 1 if case.wide is not None else 3]
     chosen = Plan(splits, case.warps, case.stages, case.workers)
     want_lse = case.want_lse and case.wide is None  # it moves the lse
     call = AttentionCall(q, segments, None, None, want_lse, made.q_lens, made.variant)

@@ -101,6 +101,9 @@ SOME = (
     ("int8 71:1 wide paged queries", "sm_90"),
     ("fp8/int2 64:1 wide pages=1 pieces", "sm_90"),
     ("int4-g4 71:1 wide pieces", "sm_90"),
+    ("int4-g4 64:1 wide segments", "sm_90"),
+    ("int8/int2 64:1 wide segments pages=1 queries", "sm_90"),
+    ("int8-g4/int4-g4 71:1 wide segments paged pieces", "sm_90"),
 )
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
@@ -160,8 +163,8 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
 @needs_numba_cuda
 def test_products_of_wide_groups_do_not_wait_for_one_another() -> None:
     # times that scores and P V of a tile stand in the code; to begin each and to wait takes one
-    for ratio, scores, values in ((64, 1, 1), (71, 3, 4)):
-        code = compile_spec(make_spec(f"int4-g4 {ratio}:1 wide"), "sm_90").code
+    for words, scores, values in (("64:1", 1, 1), ("71:1", 3, 4), ("71:1 segments queries", 3, 4)):
+        code = compile_spec(make_spec(f"int4-g4 {words} wide"), "sm_90").code
         assert count_instructions(code, WARPGROUP_PRODUCT) == 8 * scores
         assert count_instructions(code, WARPGROUP_PRODUCT_OF_REGISTERS) == 4 * values
         assert count_instructions(code, WARPGROUP_ORDER) == 2 * (scores + values)

@@ -77,6 +77,8 @@ for name, lens in UNLIKE.items():
     CASES |= {
         f"{words}, pages": {**plain, "place": "paged", "page_size": 64},
         f"{words}, 64 heads": {**plain, "heads": [64, 1], "wide": {}},
+        f"{words}, 64 heads, a window": of("heads=[64,1] exact=bf16 sinks=4 splits=[1,1,0]")
+        | {"lens": lens, "wide": {}, "exact_lens": [[23 * i % 150 for i in range(len(lens))], []]},
         f"{words}, queries": {**plain, "q_len": 4, "q_lens": [i % 5 for i in range(len(lens))]},
         f"{words}, one query": {**plain, "variant": VARIANT},
         f"{words}, sinks": {**plain, "variant": {"sink_logits": True}, "q_len": 2},

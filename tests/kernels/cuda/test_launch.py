@@ -434,12 +434,16 @@ def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDr
     segment = make_segment(capacity=capacity, batch=batch, heads=1)
 
     def takes(
-        heads: int, segment: Segment = segment, want_lse: bool = False, q_len: int = 0
+        heads: int,
+        segment: Segment = segment,
+        *others: Segment,
+        want_lse: bool = False,
+        q_len: int = 0,
     ) -> bool:
         q = make_query(len(segment.seq_lens), heads)
         if q_len:
             q = q[:, None].repeat(1, q_len, 1, 1)
-        call = AttentionCall(q, [segment], 1.0, None, want_lse)
+        call = AttentionCall(q, [segment, *others], 1.0, None, want_lse)
         return launch.describe(call).spec.is_wide
 
     assert takes(64) and takes(128) and takes(17)
@@ -453,6 +457,16 @@ def test_wide_groups_have_their_own_kernel_unless_the_lse_is_wanted(cuda: FakeDr
     assert not takes(64, make_segment(capacity=1000, batch=2, heads=1)), "too short"
     half = make_segment(capacity=capacity, batch=70, heads=1)
     assert takes(64, half) and not takes(32, half), "two waves of blocks, the second half empty"
+    recent = make_segment("bf16", 132, batch=batch, heads=1)
+    assert takes(64, segment, recent) and takes(9, segment, recent, q_len=4)
+    assert not takes(64, segment, recent, recent), "two segments of 16-bit rows"
+    assert not takes(64, segment, make_segment("int8", 144, batch=batch, heads=1))
+    cuda.launched.clear()
+    launch_attention(make_query(batch, 64), [segment, recent], 1.0, None, False)
+    (launched,), spec = cuda.launched, loaded_specs()[-1]
+    assert spec.is_wide and launched.grid == (1, batch, 2), "no blocks for recent rows alone"
+    common, both = unpack(spec, launched.arguments)
+    assert common["parts"] == 2 and [one["splits"] for one in both] == [2, 1]
     launch_attention(make_query(batch, 64), [segment], 1.0, None, True)
     assert not loaded_specs()[-1].is_wide, "the same call with lse has a launch of its own"
 

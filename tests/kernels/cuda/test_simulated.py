@@ -335,6 +335,7 @@ USUAL = (
     "pages of an engine, int4 and int3",
     "small pages, wide",
     "on Hopper",
+    "on Hopper, a window, queries",
     "sinks and recent rows at their sequence slots",
     "variant, all, one query",
 )
@@ -384,6 +385,48 @@ HOPPER: dict[str, dict[str, Any]] = {
     "on Hopper, small values of int8": of("k=int8-g4 v_scale=1e-3 lens=[70] heads=[71,1]"),
     "on Hopper, small values of fp8": of("k=fp8-g4 v_scale=1e-3 lens=[70] heads=[71,1]"),
     "on Hopper, peaked scores": of("q_scale=30. lens=[200] heads=[40,1]"),
+}
+# and 16-bit rows after the packed ones: both are one line of tiles
+WINDOWS: dict[str, dict[str, Any]] = {
+    "sinks and recent rows": of(
+        "lens=[70,0,64,3] exact_lens=[[132,3,64,0],[]] sinks=4 seated=True heads=[40,2]"
+    ),
+    "no tokens": of("lens=[0,70,0] exact_lens=[[0,0,33],[]] heads=[20,1]"),
+    "71 on 1 heads": of("lens=[150,33] exact_lens=[[132,70],[]] sinks=4 heads=[71,1]"),
+    "one feeder": of(
+        "lens=[70,300] exact_lens=[[132,3],[]] heads=[20,1] wide={'warps':12,'feeders':1}"
+    ),
+    "splits": of("lens=[0,300,70] exact_lens=[[150,132,3],[]] heads=[34,2] splits=[3,1,0]"),
+    "balanced": of(
+        "lens=[350,0,1,40,133] exact_lens=[[132,70,0,3,5],[]] sinks=4 heads=[40,2] workers=4"
+    ),
+    "pages, splits": of(
+        "place=paged lens=[0,129,300] exact_lens=[[5,132,64],[]] heads=[34,1] splits=[2,1,0] "
+        "query=fp16"
+    ),
+    "pages of 1": of("place=paged page_size=1 lens=[33,129] exact_lens=[[5,70],[]] heads=[34,1]"),
+    "int8 and int4-g8, fp16 rows": of(
+        "k=int8 v=int4-g8 exact=fp16 query=fp16 lens=[33,150] exact_lens=[[70,3],[]] heads=[17,1]"
+    ),
+    "int2 and fp8": of("k=int2 v=fp8 lens=[33,150] exact_lens=[[70,3],[]] heads=[17,1]"),
+    "head_dim 64": of("k=int8-g4 head_dim=64 lens=[70,200] exact_lens=[[70,3],[]] heads=[40,2]"),
+    "queries": of(
+        "lens=[100,0,1,62] exact_lens=[[70,3,1,4],[]] sinks=2 heads=[20,2] q_len=4 q_lens=[4,2,3,4]"
+    ),
+    "queries of two consumers": of(
+        "lens=[70,2,60] exact_lens=[[66,7,3],[]] sinks=4 heads=[16,2] q_len=9 q_lens=[9,8,5] "
+        "splits=[2,1,0]"
+    ),
+    "ragged": of(
+        "lens=[100,7,200] exact_lens=[[3,0,70],[]] sinks=2 heads=[16,1] ragged=True q_lens=[9,0,9]"
+    ),
+    "the largest values": of(
+        "k_scale=1e5 v_scale=1e5 q_scale=1e-5 lens=[70] exact_lens=[[40],[]] heads=[40,1]"
+    ),
+}
+HOPPER |= {
+    f"on Hopper, a window, {name}": of("exact=bf16 splits=[1,1,0]") | case
+    for name, case in WINDOWS.items()
 }
 CASES |= {name: {"wide": {}, **case} for name, case in HOPPER.items()}
 

@@ -7,8 +7,9 @@
     feeders ──────▶ consumers ──────▶ feeders     barriers of a stage
 
 A code is expanded once for 64 or 128 columns. Consumers take turns on tiles, or with more than 64
-columns each has its own. All else is as in decode/mainloop.py. K rounded to fp16 moves the
-log-sum-exp: the kernel serves callers who do not want it.
+columns each has its own. Tiles of a second segment, of 16-bit rows, follow those of the first on
+one line, which is divided as the rows of one segment are. All else is as in decode/mainloop.py. K
+rounded to fp16 moves the log-sum-exp: the kernel serves callers who do not want it.
 
 Source: FlashAttention-3 (https://arxiv.org/abs/2407.08608).
 """
@@ -19,10 +20,54 @@ from ...device.combine import make_write
 from ...device.jit import device_function
 from ...device.ptx import word_from_lane
 from ..copies import make_find_rows
-from ..positions import make_count
+from ..positions import make_count, make_extent
 from .combine import make_combine_consumers
 from .products import make_consume
-from .rows import make_feed
+from .rows import in_tiles, make_feed, make_feed_exact
+
+
+def make_rows_of_line(spec):
+    """The function to the rows of both segments, of the first with those that its last tile
+    lacks."""
+    rows_one, rows_two = (make_extent(spec, which)[1] for which in range(2))
+
+    @device_function
+    def rows_of_line(common, segments, b):
+        first = in_tiles(rows_one(common, segments, b))
+        return int32(first + rows_two(common, segments, b))
+
+    return rows_of_line
+
+
+def make_feed_second(spec):
+    """The function by which a feeder's warp goes on with the second segment."""
+    path = spec.second
+
+    @device_function
+    def feed_nothing(common, segments, b, kv_head, stages, end_one, end, left, half, has_v):
+        """There is none."""
+
+    if path is None:
+        return feed_nothing
+    find_rows, ALIKE = make_find_rows(spec, path), path.k_format.codec == path.v_format.codec
+    ALIKE = ALIKE and spec.first.k_format == spec.first.v_format
+    feed_k = make_feed_exact(spec, path.k_format, spec.first.k_format)
+    feed_v = make_feed_exact(spec, path.v_format, spec.first.v_format)
+
+    @device_function
+    def feed_second(common, segments, b, kv_head, stages, end_one, end, left, half, has_v):
+        tile, number, stage = left
+        if tile < end:
+            of_k, of_v, (_, _, _, around) = find_rows(common, segments[1], b, kv_head)
+            start = in_tiles(end_one)
+            first, end = int32(tile - start), int32(end - start)
+            if has_v and not ALIKE:
+                feed_v(stages, of_v, around, first, end, number, stage, half)
+            else:
+                of_rows = of_v if has_v else of_k
+                feed_k(stages, of_rows, around, first, end, number, stage, half)
+
+    return feed_second
 
 
 def make_attend_wide(spec, path, keep, recall):
@@ -34,6 +79,8 @@ def make_attend_wide(spec, path, keep, recall):
     feed_k, feed_v = make_feed(spec, path, k), make_feed(spec, path, v)
     consume, count = make_consume(spec, path), make_count(spec)
     find_rows = make_find_rows(spec, path)
+    JOINED, feed_second = spec.second is not None, make_feed_second(spec)
+    rows_one = make_extent(spec, 0)[1]
     combine, write_columns = make_combine_consumers(spec, path, make_write(spec.query))
 
     @device_function
@@ -48,6 +95,9 @@ def make_attend_wide(spec, path, keep, recall):
         begin = int32(word_from_lane(uint32(begin), uint32(0)))
         if begin >= end:
             return
+        end_one = end  # of the first segment
+        if JOINED:
+            end_one = int32(min(end, rows_one(common, segments, b)))
         if group < uint32(FEEDERS):
             of_k, of_v, places = find_rows(common, segment, b, kv_head)
             landings = uint32(shared + uint32(LANDINGS))
@@ -59,12 +109,13 @@ def make_attend_wide(spec, path, keep, recall):
                 if has_v:
                     of_k = of_v
                     stages = uint32(stages + uint32(V_TILE))
-                feed_k(landings, stages, of_k, places, begin, end, group, half)
+                left = feed_k(landings, stages, of_k, places, begin, end_one, group, half)
             elif has_v:
                 stages = uint32(stages + uint32(V_TILE))
-                feed_v(landings, stages, of_v, places, begin, end, group, half)
+                left = feed_v(landings, stages, of_v, places, begin, end_one, group, half)
             else:
-                feed_k(landings, stages, of_k, places, begin, end, group, half)
+                left = feed_k(landings, stages, of_k, places, begin, end_one, group, half)
+            feed_second(common, segments, b, kv_head, stages, end_one, end, left, half, has_v)
             for _ in range(3):  # of combine, for the consumers
                 cuda.syncthreads()
         else:
@@ -74,7 +125,7 @@ def make_attend_wide(spec, path, keep, recall):
             counts = count(common, segments, b)
             consumer = uint32(group - uint32(FEEDERS))
             state = (sums, references, totals)
-            consume(shared, consumer, begin, end, rows, results, counts, state)
+            consume(shared, consumer, begin, end_one, end, rows, results, counts, state)
             _, target = recall(results)
             combine(shared, consumer, state, target)
         columns, target = recall(results)

@@ -33,6 +33,7 @@ from ...device.warpgroup import (
 from ..queries import HIDDEN, LOWEST, PADDED, make_see
 from ..values import HEADROOM
 from .queries import make_load_queries
+from .rows import in_tiles
 from .spec import BLOCK, FREE, FULL, GROUP, MOST_STAGES, QUERIES, ROWS, TOKENS, WARP_COLUMNS
 
 LAZY = 4  # powers of two that a score may exceed the reference by, and HEADROOM more
@@ -49,6 +50,7 @@ def make_consume(spec, path):
     K_BYTES, STAGE = spec.tile_bytes[0], sum(spec.tile_bytes)
     TILES, FACTORS, CAUSAL = spec.tiles_at, spec.factors_at, spec.causal
     SEEN, SUMS = spec.word_at("seen"), V_DIM // 2
+    JOINED, SECOND = spec.second is not None, spec.word_at("seen in second")
     STEP, LATER = TOKENS * spec.rings_of(path), TOKENS * spec.stages
     FEEDING = GROUP * spec.feeders
     by_k = [(b, k) for b in range(K_DIM // 64) for k in range(4)]
@@ -57,6 +59,7 @@ def make_consume(spec, path):
     steps = tuple((0, 4 * k, 2 * EIGHT * k) for k in range(TOKENS // 16))
     add_values = make_register_products("fp16", V_DIM, steps, transposed=True)
     load_queries, see = make_load_queries(spec), make_see(spec, path)
+    see_second = make_see(spec, spec.second, "seen in second")
     wait, AHEAD = make_wait(SCORES), spec.ahead
     assert max(RINGS, spec.feeders) <= STAGES <= MOST_STAGES  # a barrier for each stage
     assert not AHEAD or STAGES >= 2 * RINGS  # two stages of its own
@@ -69,6 +72,19 @@ def make_consume(spec, path):
                 for i in range(2):
                     if left <= int32(8 * n + i):
                         scores[4 * n + 2 * h + i] = float32(HIDDEN)
+
+    @device_function
+    def look_at(seen, first, of_tile):
+        """Up to which rows columns see a tile of either segment."""
+        _, _, end_one, end, g, _, kept = of_tile
+        is_second = first >= end_one
+        for h in range(2):
+            seen[h] = end if is_second else end_one
+            if CAUSAL:
+                at = kept + uint32(SECOND if is_second else SEEN) + uint32(32 * h)
+                seen[h] = int32(load_shared_u32(uint32(at + uint32(4) * g)))
+                if is_second:
+                    seen[h] = int32(seen[h] + in_tiles(end_one))
 
     rescale = in_turn([make_scale_rows(at, at + 32) for at in range(0, SUMS, 32)])
 
@@ -120,8 +136,10 @@ def make_consume(spec, path):
     @device_function
     def work(scores, p, state, factors, first, shared, stage, of_tile):
         sums, references, totals = state
-        seen, upto, end, t = of_tile
+        seen, upto, _, end, _, t, _ = of_tile
         if int32(first + int32(TOKENS)) > upto:
+            if JOINED:
+                look_at(seen, first, of_tile)
             mask(scores, first, seen, t)
         settle(scores, sums, factors, references, totals)
         weigh(p, scores, factors, references, totals)
@@ -130,7 +148,7 @@ def make_consume(spec, path):
             arrive(uint32(uint32(FREE) + stage), uint32(THREADS))
 
     @device_function
-    def consume(shared, consumer, begin, end, rows, results, counts, state):
+    def consume(shared, consumer, begin, end_one, end, rows, results, counts, state):
         sums, references, totals = state
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
@@ -140,7 +158,10 @@ def make_consume(spec, path):
         party = uint32(consumer - ring * uint32(PARTIES))
         of_warp = uint32(uint32(ROWS) * party + uint32(WARP_COLUMNS) * warp)
         kept = results[0]
-        used, sight = see(results[1], rows, counts, end, kept, of_warp)
+        used, sight = see(results[1], rows, counts, end_one, kept, of_warp)
+        if JOINED:
+            rest = int32(end - in_tiles(end_one))
+            see_second(results[1], rows, counts, rest, kept, of_warp)
         thread = uint32(tid - uint32(FEEDING))
         load_queries(shared, rows[2], rows[3], used, rows[5], thread)
         fence_shared()
@@ -166,7 +187,7 @@ def make_consume(spec, path):
         p = cuda.local.array(P_WORDS, uint32)
         first = int32(begin + int32(ring) * int32(TOKENS))
         stage = ring
-        of_tile = (seen, sight[1], end, t)
+        of_tile = (seen, sight[1], end_one, end, g, t, kept)
         if AHEAD:
             if first < end:
                 others = cuda.local.array(SCORES, float32)

@@ -5,6 +5,7 @@ from numba import cuda, float32, uint32, uint64
 
 from ...device.codes import HALVES, make_in_order
 from ...device.combine import make_over_lanes
+from ...device.fragments import load_sums, store_sums
 from ...device.jit import device_function
 from ...device.powers import inverse_of, norm_of
 from ...device.ptx import (
@@ -20,6 +21,41 @@ from .spec import BLOCK, GROUP, ROWS, order_of
 LANES = 8  # of a column
 
 
+def make_load_unit(fmt):
+    """The function that loads the eight 16-bit elements of a row that stand in a unit of a tile of
+    rows of `fmt` (spec.halves_of)."""
+    QUARTERS = fmt.pick(quarters=True, planes=False, nibbles=False, bytes=False, elements=False)
+
+    @device_function
+    def load_unit(row, unit):
+        first = uint32(unit * uint32(8))
+        second = uint32(first + uint32(4))
+        if QUARTERS:
+            first = uint32(
+                uint32(uint32(unit >> uint32(1)) * uint32(16))
+                + uint32(uint32(unit & uint32(1)) * uint32(4))
+            )
+            second = uint32(first + uint32(8))
+        one = load_global_u32x2(row + uint64(2) * uint64(first))
+        return one + load_global_u32x2(row + uint64(2) * uint64(second))
+
+    return load_unit
+
+
+def make_put_unit(fmt, codec):
+    """The function that stores a unit of such elements times a factor, in the order of `fmt`."""
+    (low, high), in_order = HALVES[codec], make_in_order(order_of(fmt))
+
+    @device_function
+    def put_unit(at, unit, factor):
+        a, b, c, d = unit
+        one = low(a) * factor, high(a) * factor, low(b) * factor, high(b) * factor
+        two = low(c) * factor, high(c) * factor, low(d) * factor, high(d) * factor
+        store_shared_u32x4(at, in_order(one + two))
+
+    return put_unit
+
+
 def make_load_queries(spec):
     """The function that loads a block's queries, and leaves the factors of scores."""
     fmt = spec.first.k_format
@@ -27,10 +63,9 @@ def make_load_queries(spec):
     UNITS = fmt.head_dim // 8 // LANES  # of a lane
     WORDS = 4 * UNITS
     TILE_BYTES, FACTORS = spec.tile_bytes[0], spec.factors_at
-    QUARTERS = fmt.pick(quarters=True, planes=False, nibbles=False, bytes=False, elements=False)
     low, high = HALVES[spec.query]
     query_row, over_lanes = make_query_row(spec.causal), make_over_lanes(LANES)
-    in_order = make_in_order(order_of(fmt))
+    load_unit, put_unit = make_load_unit(fmt), make_put_unit(fmt, spec.query)
     PASSES = -(-COLUMNS // AT_ONCE)
     assert COLUMNS % AT_ONCE == 0
 
@@ -45,19 +80,7 @@ def make_load_queries(spec):
             if column < used:
                 at = query_row(first_query, lie, column)
                 for i in range(UNITS):
-                    unit = uint32(part + uint32(LANES * i))
-                    first = uint32(unit * uint32(8))
-                    second = uint32(first + uint32(4))
-                    if QUARTERS:
-                        first = uint32(
-                            uint32(uint32(unit >> uint32(1)) * uint32(16))
-                            + uint32(uint32(unit & uint32(1)) * uint32(4))
-                        )
-                        second = uint32(first + uint32(8))
-                    pair = load_global_u32x2(at + uint64(2) * uint64(first))
-                    words[4 * i], words[4 * i + 1] = pair[0], pair[1]
-                    pair = load_global_u32x2(at + uint64(2) * uint64(second))
-                    words[4 * i + 2], words[4 * i + 3] = pair[0], pair[1]
+                    store_sums(words, 4 * i, load_unit(at, uint32(part + uint32(LANES * i))))
             most = float32(0)
             for i in range(WORDS):
                 most = maximum(most, maximum(abs(low(words[i])), abs(high(words[i]))))
@@ -68,11 +91,7 @@ def make_load_queries(spec):
             to = uint32(to + uint32(LINE) * row)
             to = uint32(to + uint32(16) * uint32(part ^ uint32(row & uint32(7))))
             for i in range(UNITS):
-                a, b = words[4 * i], words[4 * i + 1]
-                c, d = words[4 * i + 2], words[4 * i + 3]
-                one = low(a) * norm, high(a) * norm, low(b) * norm, high(b) * norm
-                two = low(c) * norm, high(c) * norm, low(d) * norm, high(d) * norm
-                store_shared_u32x4(uint32(to + uint32(BLOCK * i)), in_order(one + two))
+                put_unit(uint32(to + uint32(BLOCK * i)), load_sums(words, 4 * i), norm)
             if part == uint32(0):
                 place = uint32(shared + uint32(FACTORS))
                 place = uint32(place + uint32(4) * column)

@@ -13,12 +13,15 @@ fewer digits.
 
 Elements stay in the order of their words (spec.order_of), queries too; the output is put in order
 when it is written. Rows after the last one are zeros.
+
+16-bit rows of a second segment are few: a warp loads them to registers and halves them, in the
+same order.
 """
 
-from numba import cuda, int32, uint32
+from numba import cuda, float32, int32, uint32, uint64
 
 from ...device.codes import masks_of
-from ...device.fragments import store_sums
+from ...device.fragments import load_sums, store_sums
 from ...device.jit import device_function, in_turn
 from ...device.ptx import (
     and_or,
@@ -37,16 +40,24 @@ from ...device.ptx import (
 )
 from ...device.row_layout import bits_apart, codes_per_word
 from ...device.warpgroup import LINE
-from ..copies import make_copy, make_locate, make_realign
+from ..copies import make_copy, make_locate, make_realign, slot_in_ring
 from ..spec import TILE
+from .queries import make_load_unit, make_put_unit
 from .spec import BLOCK, FREE, FULL, GROUP, TOKENS, order_of
 
 MAGIC, HALF = 0x64006400, 0x38003800  # 1024 and 1/2, twice
 LOW_TWICE, HIGH_TWICE = 0x1010, 0x3232  # of the halves of a word, for permute
 
 
+@device_function
+def in_tiles(rows):
+    """Rows, up to whole tiles."""
+    return int32(int32(rows + int32(TOKENS - 1)) & int32(-TOKENS))
+
+
 def make_feed(spec, path, staged):
-    """Make the function by which a feeder's warp expands its half of K or of V of its tiles."""
+    """Make the function by which a feeder's warp expands its half of K or of V of its tiles. It
+    gives its next tile, the number of that, and its stage."""
     STAGES, FEEDERS, LANDINGS = spec.stages, spec.feeders, spec.landings
     THREADS = GROUP * (1 + spec.parties)
     STAGE, STEP = sum(spec.tile_bytes), TOKENS * spec.feeders
@@ -119,8 +130,49 @@ def make_feed(spec, path, staged):
             current = uint32(current + uint32(1)) if current != uint32(LANDINGS - 1) else uint32(0)
             ahead = uint32(ahead + uint32(1)) if ahead != uint32(LANDINGS - 1) else uint32(0)
         wait_for_all()
+        return tile, number, stage
 
     return feed
+
+
+def make_feed_exact(spec, fmt, order):
+    """The function by which it goes on with 16-bit rows, from row `first` of their segment up to
+    `end`, in the order of rows of the format `order`."""
+    STAGES, FEEDERS, UNITS = spec.stages, spec.feeders, fmt.head_dim // 8
+    THREADS, AT_ONCE = GROUP * (1 + spec.parties), 32 // UNITS  # rows that a warp loads together
+    STAGE, STEP, WORDS = sum(spec.tile_bytes), TOKENS * spec.feeders, 4 * UNITS
+    load_unit, put_unit = make_load_unit(order), make_put_unit(order, fmt.codec)
+
+    @device_function
+    def feed_exact(stages, rows_of, around, first, end, number, stage, half):
+        base, _, row_stride = rows_of
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        unit = uint32(lane % uint32(UNITS))
+        mine = uint32(uint32(TILE) * half + uint32(lane // uint32(UNITS)))
+        block = uint32(uint32(BLOCK) * uint32(unit >> uint32(3)))
+        while first < end:
+            words = cuda.local.array(WORDS, uint32)
+            for i in range(UNITS):  # after the last row that one again, which is masked
+                row = min(int32(first + int32(uint32(mine + uint32(AT_ONCE * i)))), int32(end - 1))
+                at = base + uint64(slot_in_ring(row, around)) * uint64(row_stride)
+                store_sums(words, 4 * i, load_unit(at, unit))
+            if number >= uint32(STAGES):
+                barrier(uint32(uint32(FREE) + stage), uint32(THREADS))
+            for i in range(UNITS):
+                row = uint32(mine + uint32(AT_ONCE * i))
+                at = uint32(uint32(stages + uint32(STAGE) * stage) + block)
+                at = uint32(at + uint32(LINE) * row)
+                at = uint32(at + uint32(uint32(16) * uint32((unit ^ row) & uint32(7))))
+                put_unit(at, load_sums(words, 4 * i), float32(0.5))
+            fence_shared()
+            arrive(uint32(uint32(FULL) + stage), uint32(THREADS))
+            first = int32(first + int32(STEP))
+            number = uint32(number + uint32(FEEDERS))
+            stage = uint32(stage + uint32(FEEDERS))
+            if stage >= uint32(STAGES):
+                stage = uint32(stage - uint32(STAGES))
+
+    return feed_exact
 
 
 def _make_load_row(staged):

@@ -64,6 +64,15 @@ class WideSpec(DecodeSpec):
     is_wide: ClassVar[bool] = True
 
     @property
+    def segments(self) -> int:
+        return 1 if self.second is None else 2
+
+    @property
+    def column_words(self) -> tuple[str, ...]:
+        words = super().column_words
+        return (*words, "seen in second") if words and self.second else words
+
+    @property
     def consumers(self) -> int:
         return self.warps // GROUP_WARPS - self.feeders
 
@@ -121,9 +130,11 @@ class WideSpec(DecodeSpec):
 
 def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
     """The kernel for wide groups that does what `spec` does, for `count` columns of a KV head; None
-    if there is none. It takes packed rows of one segment, and no variant."""
+    if there is none. It takes packed rows, then at most one segment of 16-bit rows, and no
+    variant."""
     formats = spec.first.k_format, spec.first.v_format
-    if spec.second is not None or spec.variant:
+    others = [] if spec.second is None else [spec.second.k_format, spec.second.v_format]
+    if spec.variant or not all(fmt.is_exact for fmt in others):
         return None
     if count < (FEWEST_OF_QUERIES if spec.causal else FEWEST):
         return None
@@ -133,6 +144,7 @@ def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
     parties = -(-count // (blocks * ROWS))
     chosen = WideSpec(
         spec.first,
+        spec.second,
         query=spec.query,
         sharers=GROUP_WARPS * parties,
         overlapped=spec.overlapped,
