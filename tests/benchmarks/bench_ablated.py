@@ -1,6 +1,7 @@
 """The decode kernel without each of its techniques on a GPU: times in a row, and bank conflicts.
 
 Run by hand: python tests/benchmarks/bench_ablated.py --json FILE [--case TEXT ...]
+First, beside other work: the same with --compile.
 
 The product has no switch for this: `without` changes the text of a module, or how rows are padded,
 in this process only. A text that is not there any more ends the script. Before a kernel is timed,
@@ -325,8 +326,11 @@ def read_counts(text: str) -> list[dict[str, int]]:
 @click.command()
 @click.option("--case", "texts", multiple=True, help="Only cases whose names have this text.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--compile", "is_compiled", is_flag=True, help="Compile the kernels, and end.")
 @click.option("--count", "is_counted", is_flag=True, hidden=True)
-def main(texts: tuple[str, ...], json_file: Path | None, is_counted: bool) -> None:
+def main(
+    texts: tuple[str, ...], json_file: Path | None, is_compiled: bool, is_counted: bool
+) -> None:
     """Time each kernel of each case; print a line for each."""
     wanted = [one for one in list_all() if not texts or any(text in name_of(one) for text in texts)]
     gpu = runtime.gpu_of(torch.cuda.current_device())
@@ -334,8 +338,10 @@ def main(texts: tuple[str, ...], json_file: Path | None, is_counted: bool) -> No
     if is_counted:
         call_once(cases)
         return
-    timer = begin()
     compile_kernels([spec for _, spec, _ in cases], gpu.arch)
+    if is_compiled:
+        return
+    timer = begin()
     machine, kernels = describe_machine(timer, __version__), list[dict[str, Any]]()
     for case, spec, chosen in cases:
         for technique, error, times in measure(case, spec, chosen, timer):
