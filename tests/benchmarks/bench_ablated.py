@@ -193,9 +193,9 @@ def without(technique: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(StagedRow, "_spread", tight))
         elif technique != WHOLE:
             made = edited(technique)
-            name, home = ("make_copy", mainloop)
-            if EDITS[technique][0] == "mainloop":
-                name, home = ("make_attend", kernel)
+            in_loop = EDITS[technique][0] == "mainloop"
+            home: Any = kernel if in_loop else mainloop
+            name = "make_attend" if in_loop else "make_copy"
             stack.enter_context(mock.patch.object(home, name, getattr(made, name)))
         yield
 

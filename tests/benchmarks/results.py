@@ -445,19 +445,31 @@ def ragged_queries() -> str:
 
 
 def ablated() -> str:
-    """How many times as long the decode kernel takes without each technique, in single calls."""
+    """How many times as long the decode kernel takes without each technique, in a row; and, where
+    ncu counted, the accesses to shared memory that bank conflicts repeat, with padding or not."""
     titles = "unrolled loads", "V prefetch", "padded shared memory", "lazy rescale"
-    times: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Figures]] = {}
     for one in read("h200-ablated")["kernels"]:
         shape = f"{one['batch']} x {one['num_q_heads']}:{one['num_kv_heads']} x {one['seq_len']:,}"
         case = f"`{one['name']}`, head_dim {one['head_dim']}, {shape}"
-        times.setdefault(case, {})[one["kernel"]] = one["us"]
+        found.setdefault(case, {})[one["kernel"]] = one
     rows = []
-    for case, found in times.items():
-        ratios = (found.get(f"without {name}") for name in titles)
-        whole = found["all techniques"]
-        rows.append([case, *(f"{ratio / whole:.2f}" if ratio else "-" for ratio in ratios)])
-    return table(["rows and shape", *(f"without {name}" for name in titles)], rows)
+    for case, kernels in found.items():
+        whole = kernels["all techniques"]
+        without = [kernels.get(f"without {name}") for name in titles]
+        us = whole["in_a_row_us"]
+        rows.append([case, *(f"{one['in_a_row_us'] / us:.2f}" if one else "-" for one in without)])
+        if "counted" in whole:
+            rows[-1] += [conflicts(one) if one else "-" for one in (whole, without[2])]
+    heads = ["rows and shape", *(f"without {name}" for name in titles)]
+    return table([*heads, "conflicts", "conflicts without padding"][: len(rows[0])], rows)
+
+
+def conflicts(kernel: Figures) -> str:
+    """The share of bank conflicts in the accesses that ncu counted."""
+    counted = kernel["counted"]
+    repeated = counted["l1tex__data_bank_conflicts_pipe_lsu_mem_shared"]
+    return f"{repeated / counted['l1tex__data_pipe_lsu_wavefronts_mem_shared']:.0%}"
 
 
 def few_sequences() -> str:
