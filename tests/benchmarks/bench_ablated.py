@@ -258,20 +258,19 @@ def measure(
 ) -> list[tuple[str, float, Times]]:
     """Check and time the kernels of a case, in turns: techniques left out, errors, times."""
     inputs, techniques = rotated_inputs(case, timer), techniques_of(spec)
-    errors: dict[str, float] = {}
-    times: dict[str, list[tuple[float, float]]] = {one: [] for one in techniques}
+    calls, found = [one.attend for one in inputs], []
+    errors, alone = dict[str, float](), dict[str, float]()
+    times: dict[str, list[float]] = {one: [] for one in techniques}
     for _ in range(ROUNDS):
         for one in techniques:
             with running(one, chosen):
                 if one not in errors:
-                    errors[one] = check(case, inputs[0])
-                calls = [each.attend for each in inputs]
-                times[one].append((timer.alone(calls[0]), timer.in_a_row(calls)))
-    found = []
+                    errors[one], alone[one] = check(case, inputs[0]), timer.alone(calls[0])
+                times[one].append(timer.in_a_row(calls))
     for one in techniques:
-        alone, in_a_row = map(statistics.median, zip(*times[one], strict=True))
-        print(f"{name_of(case):45}{title(one):32}{in_a_row:9.1f} us", flush=True)
-        found.append((one, errors[one], Times(alone, in_a_row)))
+        middle = statistics.median(times[one])
+        print(f"{name_of(case):45}{title(one):32}{middle:9.1f} us", flush=True)
+        found.append((one, errors[one], Times(alone[one], middle)))
     return found
 
 

@@ -23,7 +23,8 @@ measured and the date:
                                             we joined the four by hand
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
-    h200-peers                              tests/benchmarks/peers.py
+    h200-peers, h200-int4-peers             tests/benchmarks/peers.py, with --project kvquant,
+                                            --project FBGEMM and --project MSLK
     h200-small                              tests/benchmarks/bench_small.py, in a form that also
                                             measured two experiments, tiles by bulk copies and
                                             launches that begin early. We left these out. The other
@@ -181,7 +182,7 @@ def shown() -> dict[str, list[str]]:
         "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
             ablated(),
-            *(peers(), said("variants"), variants()),
+            *(peers(), *int4_peers(), said("variants"), variants()),
             *(said("latent rows"), latent_rows(), latent_peers()),
             *(said("few sequences"), few_sequences()),
             *(said("heads of 512"), tabled("heads of 512")),
@@ -594,6 +595,20 @@ def peers() -> str:
             cells.append(time.partition(" ")[0] if ours or "BitD" in name else time)
         rows.append(cells)
     return table(["batch", *map(str, batches)], rows)
+
+
+def int4_peers() -> list[str]:
+    """INT4 of FBGEMM and MSLK, beside ours in the same run."""
+    if not (RESULTS / "h200-int4-peers.json").exists():  # nobody has measured them yet
+        return []
+    found: dict[str, dict[str, str]] = {}
+    for one in read("h200-int4-peers")["peers"]:
+        if "int4" in one["cache"].lower():
+            cells = found.setdefault(f"{one['project']}, {one['cache']}", {})
+            cells[one["shape"].rpartition("x")[2]] = f"{one['us']:.1f}"
+    batches = list(dict.fromkeys(batch for cells in found.values() for batch in cells))
+    rows = [[name, *(cells.get(batch, "-") for batch in batches)] for name, cells in found.items()]
+    return [table(["batch", *batches], rows)]
 
 
 def latent_peers() -> str:
