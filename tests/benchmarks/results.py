@@ -470,7 +470,7 @@ def conflicts(kernel: Figures) -> str:
     """The share of bank conflicts in the accesses that ncu counted."""
     counted = kernel["counted"]
     repeated = counted["l1tex__data_bank_conflicts_pipe_lsu_mem_shared"]
-    return f"{repeated / counted['l1tex__data_pipe_lsu_wavefronts_mem_shared']:.0%}"
+    return f"{100 * repeated / counted['l1tex__data_pipe_lsu_wavefronts_mem_shared']:.0f} %"
 
 
 def few_sequences() -> str:
@@ -603,7 +603,7 @@ def int4_peers() -> list[str]:
         return []
     found: dict[str, dict[str, str]] = {}
     for one in read("h200-int4-peers")["peers"]:
-        if "int4" in one["cache"].lower():
+        if "int4" in one["cache"].lower() and one["shape"].startswith("8:1x8192"):
             cells = found.setdefault(f"{one['project']}, {one['cache']}", {})
             cells[one["shape"].rpartition("x")[2]] = f"{one['us']:.1f}"
     batches = list(dict.fromkeys(batch for cells in found.values() for batch in cells))
