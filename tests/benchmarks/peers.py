@@ -14,7 +14,7 @@ fails is named with its error, and the others go on. After an error that ends CU
 the others fail, too: measure that project by itself (--project).
 
 The calls of the other projects are those of FlashInfer 0.7.2.post1, vLLM 0.32.0 (FlashAttention 3
-and FlashMLA), FBGEMM GenAI 1.6.0 and BitDecoding e829b5a.
+and FlashMLA), FBGEMM GenAI 1.6.0, MSLK 1.1.0 and BitDecoding e829b5a.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import itertools
 import math
 import re
 import subprocess
@@ -62,7 +63,7 @@ ROUNDED, IN_FP8, IN_4_BIT, FROM_4_BIT = 5e-3, 8e-2, 0.2, 1e-2
 BLOCK = 1 << 27  # elements that are quantized at a time
 WORKSPACE = 512 << 20  # bytes, of FlashInfer
 PAGE = 64  # tokens, where a project has pages
-SPLITS = (2, 4, 8, 16)  # of FBGEMM, which has to be given them
+SPLITS = (2, 4, 8, 16)  # of FBGEMM, which has to be given them, and of MSLK
 LATENT, ROPE = 512, 64  # elements of a latent row
 SHAPES = [f"8:1x8192x{batch}" for batch in (1, 8, 32, 64, 128, 256, 512)]
 SHAPES += [f"32:8x{tokens}x{batch}" for tokens in (1024, 8192, 32768) for batch in (1, 8, 32, 64)]
@@ -355,7 +356,7 @@ def prepare_flashmla_rows(at: Inputs) -> Ready:
 
 
 def prepare_fbgemm(name: str, at: Inputs) -> Ready:
-    """gqa_attn_splitk on tensor cores; INT4 rows of ours are its rows, byte for byte."""
+    """gqa_attn_splitk on tensor cores or not; INT4 rows of ours are its rows, byte for byte."""
     importlib.import_module("fbgemm_gpu.experimental.gen_ai")
     _, num_kv_heads, tokens, head_dim = at.k.shape
     if num_kv_heads > 1 or at.q.shape[1] > 8 or head_dim != 128 or tokens > 16384:
@@ -365,15 +366,43 @@ def prepare_fbgemm(name: str, at: Inputs) -> Ready:
     # [batch, T, one KV head, row]
     stored = [rows[:, 0, :, None] for rows in ((at.k, at.v) if fmt.is_exact else (k, v))]
     calls: dict[str, Call] = {}
-    for splits in SPLITS:
+    for cores, splits in itertools.product(("tensor", "CUDA"), SPLITS):
         call = partial(
             torch.ops.fbgemm.gqa_attn_splitk,
             *(at.q[:, None], *stored, at.lens - 1, at.scale, splits),
             kv_cache_quant_num_groups=fmt.groups,
+            use_tensor_cores=cores == "tensor",
         )
-        calls[f"{splits} splits"] = partial(first_of, call)
+        calls[f"{cores} cores, {splits} splits"] = partial(first_of, call)
     ready = ready_of_rows(calls, fmt, k, v)
     return ready if fmt.is_exact else replace(ready, limit=FROM_4_BIT)
+
+
+def prepare_mslk(name: str, at: Inputs) -> Ready:
+    """The Triton split-K kernel with its own number of splits, and with others; INT4 rows of ours
+    are its rows, as 32-bit words."""
+    fmha = importlib.import_module("mslk.attention.fmha")
+    op = importlib.import_module("mslk.attention.fmha.triton_splitk").FwOp
+    (batch, num_q_heads, head_dim), (num_kv_heads, tokens) = at.q.shape, at.k.shape[1:3]
+    fmt, ratio = RowFormat.parse(name, head_dim), num_q_heads // num_kv_heads
+    k, v = (pack(rows, fmt) for rows in (at.k, at.v))
+    # [1, tokens of all sequences, KV heads, query heads of each, which share the words, words]
+    stored = [
+        rows.transpose(1, 2).contiguous().view(torch.int32).view(1, -1, num_kv_heads, 1, words)
+        for rows, words in ((rows, fmt.row_bytes // 4) for rows in (k, v))
+    ]
+    lens = fmha.attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+        [1] * batch, tokens, [tokens] * batch, device=at.q.device
+    )
+    q = at.q.view(1, batch, num_kv_heads, ratio, head_dim)
+    sides = [rows.expand(-1, -1, -1, ratio, -1) for rows in stored]
+    given = fmha.common.Inputs(q, *sides, attn_bias=lens, scale=at.scale)
+    calls: dict[str, Call] = {}
+    for splits in (None, *SPLITS):
+        chosen = type("Chosen", (op,), {"NUM_GROUPS": fmt.groups, "SPLIT_K": splits})
+        call = partial(chosen.apply, given, False)  # type: ignore[attr-defined]
+        calls[f"{splits or 'its own'} splits"] = partial(first_of, call)
+    return replace(ready_of_rows(calls, fmt, k, v), limit=FROM_4_BIT)
 
 
 def first_of(call: Callable[[], Any]) -> object:
@@ -410,12 +439,14 @@ def prepare_bitdecoding(at: Inputs) -> Ready:
 FLASHINFER = "flashinfer-python", "pip install flashinfer-python"
 VLLM = "vllm", "pip install vllm"
 FBGEMM = "fbgemm-gpu-genai", "pip install fbgemm-gpu-genai, of the version for your torch"
+MSLK = "mslk-cuda", "pip install mslk-cuda; with MSLK_PYTHON_ONLY=1 its Python files are enough"
 BIT_DECODING = "bit_decode", "see github.com/DD-DuDa/BitDecoding"
 FLASH_ATTENTION = "vllm.vllm_flash_attn.flash_attn_interface"
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 OURS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
 OUR_LATENTS = ("int4-g8+int8-g4", "int8-g4", "fp8", "bf16")
 KINDS = (("BF16", BF16), ("FP8", FP8))
+INT4 = (("INT4, 1 group", "int4"), ("INT4, 4 groups", "int4-g4"))
 PEERS = (
     *(Peer("kvquant", one, "kvquant", "kvquant", "", partial(prepare_ours, one)) for one in OURS),
     Peer("torch", "BF16", "torch", "torch", "", prepare_torch),
@@ -430,8 +461,9 @@ PEERS = (
     ),
     *(
         Peer("FBGEMM", cache, "fbgemm_gpu", *FBGEMM, partial(prepare_fbgemm, name))
-        for cache, name in (("BF16", "bf16"), ("INT4, 4 groups", "int4-g4"))
+        for cache, name in (("BF16", "bf16"), *INT4)
     ),
+    *(Peer("MSLK", cache, "mslk", *MSLK, partial(prepare_mslk, name)) for cache, name in INT4),
     Peer("BitDecoding", "INT4, 128 a group", "bit_decode", *BIT_DECODING, prepare_bitdecoding),
     *(
         Peer("kvquant", one, "kvquant", "kvquant", "", partial(prepare_our_latents, one), True)
@@ -448,6 +480,7 @@ PEERS = (
     Peer("FlashMLA", "FP8, 4 scales", FLASH_MLA, *VLLM, prepare_flashmla_rows, True),
 )
 PROJECTS = tuple(dict.fromkeys(peer.project for peer in PEERS))
+FAILED: dict[str, str] = {}  # kernels that did not run or were not right, and their last errors
 
 
 @contextmanager
@@ -456,7 +489,8 @@ def told(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of whatever kind a project has
-        print(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}", flush=True)
+        FAILED[what] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        print(f"{what}: {FAILED[what]}", flush=True)
 
 
 def make_inputs(shape: str, device: torch.device) -> Inputs:
@@ -599,7 +633,7 @@ def main() -> None:
                 row = [heads, tokens, batch, peer.project, peer.cache, *cells, found["kernel"]]
                 rows.append(row)
                 print(*row, sep="  ", flush=True)
-        write_json(given.json, facts | {"peers": figures})
+        write_json(given.json, facts | {"failed": FAILED, "peers": figures})
     if rows:
         print("\n" + render_table(COLUMNS, rows))
 

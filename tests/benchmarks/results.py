@@ -23,7 +23,8 @@ measured and the date:
                                             we joined the four by hand
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
-    h200-peers                              tests/benchmarks/peers.py
+    h200-peers, h200-int4-peers             tests/benchmarks/peers.py, with --project kvquant,
+                                            --project FBGEMM and --project MSLK
     h200-small                              tests/benchmarks/bench_small.py, in a form that also
                                             measured two experiments, tiles by bulk copies and
                                             launches that begin early. We left these out. The other
@@ -183,7 +184,7 @@ def shown() -> dict[str, list[str]]:
         "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
             ablated(),
-            *(peers(), said("variants"), variants()),
+            *(peers(), *int4_peers(), said("variants"), variants()),
             *(said("latent rows"), latent_rows(), latent_peers()),
             *(said("few sequences"), few_sequences()),
             *(said("heads of 512"), tabled("heads of 512")),
@@ -446,19 +447,31 @@ def ragged_queries() -> str:
 
 
 def ablated() -> str:
-    """How many times as long the decode kernel takes without each technique, in single calls."""
+    """How many times as long the decode kernel takes without each technique, in a row; and, where
+    ncu counted, the accesses to shared memory that bank conflicts repeat, with padding or not."""
     titles = "unrolled loads", "V prefetch", "padded shared memory", "lazy rescale"
-    times: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Figures]] = {}
     for one in read("h200-ablated")["kernels"]:
         shape = f"{one['batch']} x {one['num_q_heads']}:{one['num_kv_heads']} x {one['seq_len']:,}"
         case = f"`{one['name']}`, head_dim {one['head_dim']}, {shape}"
-        times.setdefault(case, {})[one["kernel"]] = one["us"]
+        found.setdefault(case, {})[one["kernel"]] = one
     rows = []
-    for case, found in times.items():
-        ratios = (found.get(f"without {name}") for name in titles)
-        whole = found["all techniques"]
-        rows.append([case, *(f"{ratio / whole:.2f}" if ratio else "-" for ratio in ratios)])
-    return table(["rows and shape", *(f"without {name}" for name in titles)], rows)
+    for case, kernels in found.items():
+        whole = kernels["all techniques"]
+        without = [kernels.get(f"without {name}") for name in titles]
+        us = whole["in_a_row_us"]
+        rows.append([case, *(f"{one['in_a_row_us'] / us:.2f}" if one else "-" for one in without)])
+        if "counted" in whole:
+            rows[-1] += [conflicts(one) if one else "-" for one in (whole, without[2])]
+    heads = ["rows and shape", *(f"without {name}" for name in titles)]
+    return table([*heads, "conflicts", "conflicts without padding"][: len(rows[0])], rows)
+
+
+def conflicts(kernel: Figures) -> str:
+    """The share of bank conflicts in the accesses that ncu counted."""
+    counted = kernel["counted"]
+    repeated = counted["l1tex__data_bank_conflicts_pipe_lsu_mem_shared"]
+    return f"{100 * repeated / counted['l1tex__data_pipe_lsu_wavefronts_mem_shared']:.0f} %"
 
 
 def few_sequences() -> str:
@@ -583,6 +596,20 @@ def peers() -> str:
             cells.append(time.partition(" ")[0] if ours or "BitD" in name else time)
         rows.append(cells)
     return table(["batch", *map(str, batches)], rows)
+
+
+def int4_peers() -> list[str]:
+    """INT4 of FBGEMM and MSLK, beside ours in the same run."""
+    if not (RESULTS / "h200-int4-peers.json").exists():  # nobody has measured them yet
+        return []
+    found: dict[str, dict[str, str]] = {}
+    for one in read("h200-int4-peers")["peers"]:
+        if "int4" in one["cache"].lower() and one["shape"].startswith("8:1x8192"):
+            cells = found.setdefault(f"{one['project']}, {one['cache']}", {})
+            cells[one["shape"].rpartition("x")[2]] = f"{one['us']:.1f}"
+    batches = list(dict.fromkeys(batch for cells in found.values() for batch in cells))
+    rows = [[name, *(cells.get(batch, "-") for batch in batches)] for name, cells in found.items()]
+    return [table(["batch", *batches], rows)]
 
 
 def latent_peers() -> str:

@@ -36,7 +36,8 @@ from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.rows.format import RowFormat
 
 needs_numba_cuda = pytest.mark.extra("cuda")
-ARCHS = "sm_80 sm_89 sm_90 sm_100".split()
+ARCHS = "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120".split()
+SMALL = ("sm_86", "sm_89", "sm_120")  # an SM has 100 KB of shared memory
 CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 
 
@@ -80,19 +81,22 @@ SOME = (
     ("int3/int2", "sm_90"),
     ("int2/int3 16:1 segments", "sm_80"),
     ("int8-g4/int4-g4", "sm_80"),
+    ("int8-g4/int4-g4 segments", "sm_89"),
+    ("int4-g4 segments paged", "sm_120"),
     ("fp8 fp16", "sm_89"),
     ("bf16 256", "sm_90"),
     ("int4-g4 512 segments", "sm_90"),
     ("int8 512", "sm_80"),
     ("int4-g4 16:1", "sm_90"),
+    ("int4-g4 16:1 segments", "sm_86"),
     ("int4-g8 64:1 segments", "sm_80"),
     ("int4-g4 queries", "sm_100"),
     ("int4-g4 32:1 segments queries", "sm_90"),
-    ("int4 16:1 paged queries", "sm_80"),
+    ("int4 16:1 paged queries", "sm_86"),
     ("bf16 64:1 fp16 queries", "sm_89"),
     (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_90"),
     (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_80"),
-    ("int4-g4 8:1 segments sink_logits window", "sm_80"),
+    ("int4-g4 8:1 segments sink_logits window", "sm_120"),
     ("int4-g4 36:1 segments paged pieces", "sm_90"),
     ("int4 16:1 segments paged pieces sink_logits window", "sm_80"),
     ("int4-g4 pages=1", "sm_90"),
@@ -133,13 +137,28 @@ ALL = [
     *(f"{name} {ratio}:1 segments queries {EVERY_FIELD}" for name in FORMATS for ratio in (8, 64)),
     *(f"{name} 256 paged {EVERY_FIELD}" for name in ("int4", "int4-g8", "bf16")),
 ]
+# what no block of a small GPU has room for, and is refused there
+TOO_LARGE = {"int8 512", "bf16 512", "fp16 512", "int4-g4 512 segments", "int4 64:1 256"}
 
 
 def matrix() -> list[tuple[str, str]]:
     """Kernels and architectures to compile."""
     if os.environ.get("KVQUANT_CUBINS") == "all":
-        return [(text, arch) for text in ALL for arch in ARCHS]
+        every = [(text, arch) for text in ALL for arch in ARCHS]
+        return [one for one in every if one[0] not in TOO_LARGE or one[1] not in SMALL]
     return [*SOME]
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_gpus_with_little_shared_memory_refuse_few_kernels(arch: str) -> None:
+    refused = set()
+    for text in {*ALL, *(text for text, _ in SOME)}:
+        if "wide" not in text:  # those are Hopper's
+            try:
+                assert all(one.blocks for one in kernels(make_spec(text), GPUS[arch]))
+            except UnsupportedError:
+                refused.add(text)
+    assert refused == TOO_LARGE
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from kvquant.kernels.cuda.slots.launch import SlotSpec
 from kvquant.kernels.cuda.slots.window_launch import WindowSpec
 
 parse = RowFormat.parse
-ARCHS = "sm_80", "sm_89", "sm_90", "sm_100"
+ARCHS = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"
 
 
 def step(name: str, words: str = "", query: str = "", groups: int = 1) -> StepSpec:
@@ -77,7 +77,7 @@ def rows(text: str, arch: str = "sm_90") -> AppendSpec | DequantizeSpec:
     k = RowFormat.parse(k_name, head_dim)
     v = RowFormat.parse(v_name or k_name, int(v_dim or k_dim))
     element = "fp32" if "float32" in words else "bf16"
-    converts = arch != "sm_80"
+    converts = GPUS[arch].converts_fp8
     if "dequantize" in words:
         return DequantizeSpec(k, element, converts_fp8=converts)
     moved, clip = "moved" in words, "clip" in words
@@ -93,12 +93,12 @@ def rows(text: str, arch: str = "sm_90") -> AppendSpec | DequantizeSpec:
 
 DEQUANTIZE = "fp8-g8 80 dequantize float32"
 SOME_ROWS = [
-    ("int4-g4 exact moved rope clip", "sm_80"),
+    ("int4-g4 exact moved rope clip", "sm_86"),
     ("int4/int8-g8 96 exact", "sm_100"),
     ("int3/int2 exact clip", "sm_90"),
     ("fp8 256 moved", "sm_89"),
     ("fp8/int4-g8 80", "sm_90"),
-    (DEQUANTIZE, "sm_90"),
+    (DEQUANTIZE, "sm_120"),
     ("int4-g8/fp8-g4 512/64 exact", "sm_90"),
     ("fp8_ds_mla/bf16 512/64 exact", "sm_80"),
 ]
@@ -148,14 +148,14 @@ CASES: list[tuple[Spec, str, int]] = [
     (AffineSpec(256, "bf16", encodes=True, width=2), "sm_90", 128),
     (AffineSpec(512, "bf16"), "sm_90", 128),
     (step("int4-g4", "k_matrix v_matrix", "bf16"), "sm_90", 168),
-    (step("int8", "k_matrix v_matrix k_feedback", "bf16"), "sm_100", 168),
-    (step("int4", "k_feedback v_feedback"), "sm_80", 168),
+    (step("int8", "k_matrix v_matrix k_feedback", "bf16"), "sm_120", 168),
+    (step("int4", "k_feedback v_feedback"), "sm_86", 168),
     (step("int3", "k_matrix k_feedback v_feedback"), "sm_90", 168),
     (step("int4-g4", "", "fp16", 4), "sm_89", 168),
     (feedback("int4-g4", 128, 4, "clip exact rope both"), "sm_90", 168),
     (feedback("int4-g4", 128, 1, "clip float32 exact"), "sm_90", 168),
-    (feedback("int8-g8", 80, 4, "clip exact"), "sm_80", 168),
-    (feedback("int4", 256, 1, "float32"), "sm_100", 168),
+    (feedback("int8-g8", 80, 4, "clip exact"), "sm_86", 168),
+    (feedback("int4", 256, 1, "float32"), "sm_120", 168),
     (feedback("int4-g4", 512, 4, "clip exact"), "sm_90", 168),
     (feedback("int3", 128, 4, "clip exact rope both"), "sm_90", 168),
     (feedback("int2", 128, 1, "clip exact"), "sm_80", 168),
