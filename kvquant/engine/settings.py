@@ -71,20 +71,19 @@ class Settings:
     accept_loss: bool = False
 
     @classmethod
-    def parse(cls, given: Any, name: str = "settings", *, most_pairs: int = MOST_PAIRS) -> Settings:
+    def parse(cls, given: Any, name: str = "settings") -> Settings:
         """Read what a user of an engine gives.
 
         Args:
             given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file),
                 "prompts" (one of PROMPTS), "recent_len" and "accept_loss". Formats left out are the
-                default, or those of the plan.
+                default, or those of the plan. Of a plan with more than MOST_PAIRS pairs some layers
+                get longer rows.
             name: what errors call it.
-            most_pairs: of formats in a model. Of a plan with more some layers get longer rows, but
-                for 1.
 
         Raises:
-            ConfigError: a key or a format does not exist, only one of K and V has a format
-                beside a plan, or the plan's layers have several and most_pairs is 1.
+            ConfigError: a key or a format does not exist, or only one of K and V has a format
+                beside a plan.
             FileNotFoundError: there is no such plan.
             CheckpointError: the file is damaged, or no plan.
         """
@@ -99,11 +98,8 @@ class Settings:
         if plan is not None:
             if (k_format is None) != (v_format is None):
                 raise ConfigError(f"{name} has one format beside a plan: give both, or none")
-            asked = k_format is not None
-            plan = plan.with_formats(k_format, v_format) if asked else plan
-            if most_pairs == 1:
-                _common_formats(plan, asked=asked)
-            plan = _with_few_pairs(plan, most_pairs)
+            plan = plan if k_format is None else plan.with_formats(k_format, v_format)
+            plan = _with_few_pairs(plan)
             k_format, v_format = max(plan.formats, key=partial(_bytes_of, plan))
         recent_len = check_size("recent_len", given.get("recent_len", 0))
         if recent_len and from_rows:
@@ -450,6 +446,7 @@ def _share(plan: CachePlan, heads: tuple[int, ...]) -> CachePlan:
 
 
 def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
+    """Of a plan of latent rows."""
     pairs = plan.formats
     if len(set(pairs)) == 1:
         return pairs[0]
@@ -458,12 +455,11 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
     if asked and kept:
         raise ConfigError(
             f"the plan keeps layers {kept} in 16 bit, and pages have one format for all: "
-            f'give {{"{"format" if plan.is_latent else "k_format"}": "bf16"}} without a plan, or '
-            "serve another model"
+            'give {"format": "bf16"} without a plan, or serve another model'
         )
     raise ConfigError(
         f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
-        f"give {'format' if plan.is_latent else 'k_format and v_format'} beside the plan"
+        "give format beside the plan"
     )
 
 
@@ -473,23 +469,29 @@ def _bytes_of(plan: CachePlan, pair: tuple[str, str]) -> int:
     return sum(RowFormat.parse(*one).row_bytes for one in zip(pair, dims, strict=True))
 
 
-def _with_few_pairs(plan: CachePlan, most: int) -> CachePlan:
-    """The plan with so many pairs of formats at most: longer rows where it has more.
+def _accuracy(name: str) -> tuple[int, bool, int]:
+    """What the more accurate of two formats has more of: int8 rows are before those of fp8."""
+    fmt = RowFormat.parse(name, 128)
+    return fmt.bits, fmt.facts.is_integer, fmt.groups
 
-    Two pairs become one with the longer K and the longer V, those first that add the fewest bytes.
+
+def _with_few_pairs(plan: CachePlan) -> CachePlan:
+    """The plan with MOST_PAIRS pairs of formats at most: longer rows where it has more.
+
+    Two pairs become one with the more accurate K and V, those first that add the fewest bytes.
     """
     counts = Counter(plan.formats)
     taken = {pair: pair for pair in counts}
     size = partial(_bytes_of, plan)
 
     def joined(*pairs: tuple[str, str]) -> tuple[str, str]:
-        k, v = ({size((name, name)): name for name in names} for names in zip(*pairs, strict=True))
-        return k[max(k)], v[max(v)]
+        k, v = (max(names, key=_accuracy) for names in zip(*pairs, strict=True))
+        return k, v
 
     def added(pairs: tuple[tuple[str, str], ...]) -> int:
         return sum(counts[pair] * (size(joined(*pairs)) - size(pair)) for pair in pairs)
 
-    while len(counts) > most:
+    while len(counts) > MOST_PAIRS:
         pairs = min(combinations(counts, 2), key=added)
         both, layers = joined(*pairs), sum(counts.pop(pair) for pair in pairs)
         counts[both] += layers

@@ -17,7 +17,7 @@ DEFAULT = "{}"
 @lru_cache
 def settings() -> Settings:
     """The environment variable's settings; ConfigError for no JSON or for wrong settings."""
-    return Settings.parse(given(), VARIABLE, most_pairs=1)
+    return Settings.parse(given(), VARIABLE)
 
 
 def given() -> Any:
