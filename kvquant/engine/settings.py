@@ -216,9 +216,15 @@ class LatentSettings:
                     "calibrate this model"
                 )
             check_no_feedback(plan.layers)
-            asked = fmt is not None
-            plan = plan.with_formats(fmt) if asked else plan
-            fmt = "+".join(_common_formats(plan, asked=asked))
+            plan = plan if fmt is None else plan.with_formats(fmt)
+            pairs = set(plan.formats)
+            if len(pairs) > 1:
+                raise ConfigError(
+                    f"the plan has {len(pairs)} pairs of formats, and pages of latents have one: "
+                    'give format beside it, or, if it keeps layers in 16 bit, {"format": "bf16"} '
+                    "without it"
+                )
+            fmt = "+".join(*pairs)
         return cls(fmt, plan, from_rows)
 
     def __str__(self) -> str:
@@ -291,12 +297,11 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
 
 
 def _made_apart(
-    what: str, arguments: Sequence[str], kept: Callable[[], Found | None], nbytes: int = 0
+    what: str, arguments: Sequence[str], kept: Callable[[], Found | None]
 ) -> Found | None:
     """What is kept, by now or by a command of kvquant, whose process frees its memory as it ends.
 
-    It runs on the engine's GPU and, if that has no room for the model, on the CPU, if that has
-    nbytes: else the system would end processes.
+    It runs on the engine's GPU and, if that has no room for the model, on the CPU.
     """
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
     alone = {name: value for name, value in os.environ.items() if name not in ranks}
@@ -305,7 +310,7 @@ def _made_apart(
         index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         devices.insert(0, f"cuda:{index}")
     for device in devices:
-        if made is not None or (device == "cpu" and nbytes > (available_memory() or nbytes)):
+        if made is not None:
             break
         command = [sys.executable, "-m", "kvquant", *arguments, "--device", device]
         log.warning("kvquant: %s: %s", what, shlex.join(command))
@@ -314,17 +319,17 @@ def _made_apart(
     return made
 
 
-def folder_of(source: str, load_format: str, *of_hub: str | None) -> str | None:
+def folder_of(source: str, load_format: str, *of_hub: Any) -> str | None:
     """The folder of an engine's weights; None if they are random, or in no folder here.
 
-    of_hub: the revision and the cache folder of a name on the hub.
+    of_hub: as of folder_here.
     """
     from ..hf.models.loading import folder_here
 
     return None if load_format == "dummy" else folder_here(source, *of_hub)
 
 
-def accuracy_of(settings: Settings, folder: str | None) -> str:
+def accuracy_of(settings: Settings, folder_of: Callable[[], str | None]) -> str:
     """What speaks against K rows of few bits without a plan, by the model's probe; "" for nothing.
 
     If no figure is kept `kvquant check` makes one, once. Engines ask before they load the model,
@@ -332,7 +337,8 @@ def accuracy_of(settings: Settings, folder: str | None) -> str:
 
     Args:
         settings: of the user.
-        folder: of the weights, as folder_of.
+        folder_of: gives the folder of the weights. Before the engine loads the model it downloads
+            them, because later the GPU has no room for a probe.
 
     Raises:
         AccuracyError: these rows ruin the model's texts, and the user has not accepted that.
@@ -345,7 +351,7 @@ def accuracy_of(settings: Settings, folder: str | None) -> str:
     rows = f"K rows of {k_format} without a plan"
     ways = 'To keep the answers, give "plan": "auto", or "k_format": "int8"'
     try:
-        figure = _figure(folder, k_format, settings.accept_loss)
+        figure = _figure(folder_of(), k_format, settings.accept_loss)
     except (KVQuantError, OSError, ValueError) as error:
         return f"{rows} ruin some models, and this one was not probed: {error}. {ways}"
     found = f"{rows}, in this model, {loss_of(figure)}. {ways}"
@@ -379,7 +385,10 @@ def _made_figure(path: Path, folder: str, k_format: str) -> float | None:
     command = ["check", folder, "--k-format", k_format, "--dtype", "bfloat16"]
     nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     with locked(path):
-        return _made_apart("probing K rows", command, partial(kept_figure, path), nbytes)
+        # the model is loaded there first, for a GPU too: else the system would end processes
+        if nbytes > (available_memory() or nbytes):
+            return kept_figure(path)
+        return _made_apart("probing K rows", command, partial(kept_figure, path))
 
 
 def rows_of_each(
@@ -445,24 +454,6 @@ def _share(plan: CachePlan, heads: tuple[int, ...]) -> CachePlan:
     return plan.of_heads(heads)
 
 
-def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
-    """Of a plan of latent rows."""
-    pairs = plan.formats
-    if len(set(pairs)) == 1:
-        return pairs[0]
-    layers = zip(plan.places, plan.facts["layers"], strict=True)
-    kept = [place for place, entry in layers if entry["kept"]]
-    if asked and kept:
-        raise ConfigError(
-            f"the plan keeps layers {kept} in 16 bit, and pages have one format for all: "
-            'give {"format": "bf16"} without a plan, or serve another model'
-        )
-    raise ConfigError(
-        f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
-        "give format beside the plan"
-    )
-
-
 def _bytes_of(plan: CachePlan, pair: tuple[str, str]) -> int:
     """Of a token in a head, in rows of a pair of formats."""
     dims = plan.head_dim, plan.tensors["v.offset"].shape[2]
@@ -523,7 +514,7 @@ def tell_settings(settings: Settings | LatentSettings, folder: str | None, room:
     plan was made for other weights.
     """
     log.info("kvquant: %s: %s", settings, room)
-    if isinstance(settings, Settings) and (told := accuracy_of(settings, folder)):
+    if isinstance(settings, Settings) and (told := accuracy_of(settings, lambda: folder)):
         log.warning("kvquant: %s", told)
     if "int2" in str(settings) and not getattr(settings, "recent_len", 0):
         log.warning(

@@ -54,7 +54,7 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     found = rows_of_each(layers, rows_of, "with another --attention-backend", refused)
     held = [one.layout for one in found.values()]
     size = sum(one.num_kv_heads * sum(one.row_bytes(runner.page_size)) for one in held)
-    bits = 8 * size / sum(map(_elements, held))
+    bits = 8 * size / sum(one.elements for one in held)
     room = f"{runner.token_to_kv_pool.size:,} tokens, {bits:.3g} bits an element"
     tell_settings(settings, weights_of(runner.server_args), room)
     return {layers[name].layer_id: rows for name, rows in found.items()}
@@ -81,7 +81,7 @@ def windows_of(
         [i for i in part.layouts if i in rows and asked.window_len(part.layouts[i], refused)]
         for part in parts
     ]
-    elements = sum(_elements(rows[layer].layout) for ids in layers for layer in ids)
+    elements = sum(rows[layer].layout.elements for ids in layers for layer in ids)
     if not elements:
         return [None for _ in parts]
     size = (page + asked.recent_len) * 2 * elements
@@ -107,11 +107,6 @@ def windows_of(
             rows[layer] = rows[layer]._replace(window=made)
         windows.append(window)
     return windows
-
-
-def _elements(layout: PageLayout) -> int:
-    """Of a token's K and V in all heads."""
-    return layout.num_kv_heads * (layout.k_format.head_dim + layout.v_format.head_dim)
 
 
 def moving_flags(server_args: Any) -> str:

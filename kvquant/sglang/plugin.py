@@ -60,7 +60,7 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     if NAME in backends_of(server_args):
         asked = with_kept_plan(given(), server_args.model_path)
         os.environ[VARIABLE] = json.dumps(asked)
-        accuracy_of(Settings.parse(asked, VARIABLE), weights_of(server_args))
+        accuracy_of(Settings.parse(asked, VARIABLE), lambda: weights_of(server_args, True))
 
     def counted(view: Any) -> tuple[str, ...]:
         return tuple("triton" if name == NAME else name for name in backends_of(view))

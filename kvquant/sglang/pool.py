@@ -99,15 +99,13 @@ class RowsPool(MHATokenToKVPool):
             )
 
     def set_kv_buffer(self, *_: Any, **__: Any) -> None:
-        """Refuse the call: elements written here would destroy rows."""
-        raise UnsupportedError("rows are written by kvquant's attention backend alone")
-
-    def move_kv_cache(self, *_: Any) -> None:
-        """Refuse the call: a token of a page is no contiguous part of it."""
+        """Refuse the call: elements, and tokens out of pages, would destroy rows."""
         raise UnsupportedError(
-            "drafts move single tokens, and kvquant's pages move as a whole: leave "
-            "--speculative-algorithm out"
+            "rows are written by kvquant's attention backend alone, and single tokens do not move: "
+            "leave out what asks for it (--speculative-algorithm)"
         )
+
+    move_kv_cache = set_kv_buffer
 
 
 def layouts_of(layers: Sequence[int], shape: tuple[int, int, int]) -> dict[int, PageLayout]:

@@ -327,10 +327,13 @@ def test_a_layer_in_16_bit_keeps_no_tokens_beside_its_rows(
     asked = replace(MIXED, recent_len=24)
     for module in (backend, layers, pool):
         monkeypatch.setattr(module, "settings", lambda: asked)
+    told: list[str] = []
+    monkeypatch.setattr(layers, "tell_settings", lambda *given: told.append(given[2]))
     for parts, kept in ((1, [True]), (2, [True, False])):
         found = backend.RowsAttention(served(16, parts=parts).runner)
         assert [found._rows[layer].window is not None for layer in range(2)] == [True, False]
         assert [window is not None for window in found._windows] == kept
+    assert told == 2 * ["512 tokens, 11.6 bits an element"]  # 8 * (68 + 48 + 256) / 256
 
 
 def test_where_first_pages_cannot_be_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -693,5 +696,5 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_hook.attention_backends_of(view) == ("kvquant", "kvquant")
     # SGLang's other processes find the kept plan in their environment
     assert json.loads(os.environ[environment.VARIABLE]) == {"prompts": "rows", "k_format": "int4"}
-    ((asked, folder),) = judged
-    assert (asked.k_format, folder) == ("int4", None)
+    ((asked, folder_of),) = judged
+    assert (asked.k_format, folder_of()) == ("int4", None)

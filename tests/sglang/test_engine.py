@@ -40,8 +40,9 @@ def ids() -> list[int]:
 
 def test_answers_are_those_of_the_same_rows(ids: list[int], tmp_path: Path) -> None:
     """Continuous batching with overlapping steps, in pages of one token, with a plan whose layers
-    have three pairs of formats, one of them 16 bit: prompts of mixed lengths; one behind the first of them, which the radix cache has; one in chunks; three samples of one;
-    and two others, of which the first is taken back."""
+    have three pairs of formats, one of them 16 bit: prompts of mixed lengths; one behind the first
+    of them, which the radix cache has; one in chunks; three samples of one; and two others, of
+    which the first is taken back."""
     # Two rounds that are not said to have a beginning in common must have none: later tokens of a
     # prompt would attend to rows.
     prompts = [ids[300 * i : 300 * i + length] for i, length in enumerate(LENGTHS)]
