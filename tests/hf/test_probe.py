@@ -263,14 +263,14 @@ def test_random_and_absent_weights_are_not_probed(
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("a1")
     assert folder_of("owner/name", "auto", None, cache) == str(snapshot)
-    told: list[Any] = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download",
-        lambda name, **given: told.append((name, *given.values())) or str(snapshot),
-    )
-    assert folder_of("owner/name", "auto", "v2", cache, True) == str(snapshot)
-    files = list(loading.FILES)
-    assert told == [("owner/name", "v2", cache, files, False)], "the engine downloads no other"
+    with mock.patch("huggingface_hub.snapshot_download", return_value=str(snapshot)) as fill:
+        assert folder_of("owner/name", "auto", "v2", cache, True) == str(snapshot)
+    assert fill.call_args.kwargs == {
+        "revision": "v2",
+        "cache_dir": cache,
+        "allow_patterns": list(loading.FILES),
+        "local_files_only": False,
+    }
     told = accuracy_of(Settings("int4", None), None)
     assert "not probed: its weights are random, or in no folder here" in told and not started
 
