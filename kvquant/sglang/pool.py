@@ -64,11 +64,9 @@ class RowsPool(MHATokenToKVPool):
         sizes = swa_head_num or head_num, swa_head_dim or head_dim
         shape = *sizes, swa_v_head_dim or v_head_dim or sizes[1]
         start = options.get("start_layer") or 0
-        known = self.layers.get(options.get("allocation_label"))
-        self.layouts = layouts_of(
-            range(start, start + layer_num) if known is None else known, shape
-        )
-        # of a layer without formats of its own: SGLang's host cache, which needs one size, reads it
+        layers = self.layers.get(options.get("allocation_label"), range(start, start + layer_num))
+        self.layouts = layouts_of(layers, shape)
+        # SGLang's host cache, which needs layers of one size, reads these
         k_bytes, v_bytes = settings().layout(*shape).row_bytes(page_size)
         given = size, page_size, torch.uint8, shape[0], k_bytes, layer_num
         super().__init__(*given, *args, v_head_dim=v_bytes, **options)
@@ -91,12 +89,9 @@ class RowsPool(MHATokenToKVPool):
     def _create_buffers_normal(self) -> None:
         own = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.custom_mem_pool else None
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), own or nullcontext():
-            self._assign_post_capture_tensors(
-                [
-                    torch.zeros(one.shape, dtype=torch.uint8, device=self.device)
-                    for one in self._build_kv_buffer_descs()
-                ]
-            )
+            shapes = [one.shape for one in self._build_kv_buffer_descs()]
+            tensors = [torch.zeros(one, dtype=torch.uint8, device=self.device) for one in shapes]
+        self._assign_post_capture_tensors(tensors)
 
     def set_kv_buffer(self, *_: Any, **__: Any) -> None:
         """Refuse the call: elements, and tokens out of pages, would destroy rows."""
