@@ -546,7 +546,10 @@ def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None
         (lambda: forward(q, None, None, layer, batch), "0 attends to another layer's K and V"),
         (lambda: forward(q, k, k, layer, batch, k_rope=k), rope),
         (lambda: write(layer, batch.out_cache_loc, k, k), "by kvquant's attention backend alone"),
-        (lambda: pool.move_kv_cache(*2 * [batch.out_cache_loc]), "leave --speculative-algorithm"),
+        (
+            lambda: pool.move_kv_cache(*2 * [batch.out_cache_loc]),
+            "single tokens do not move: leave",
+        ),
         (lambda: backend.init_cuda_graph_state(4, 8), "graphs of one token for each sequence"),
         (lambda: backend.init_cpu_graph_state(4, 4), "leave --enable-torch-compile out"),
     )
@@ -685,7 +688,8 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         plugin, "with_kept_plan", lambda given, source: given | {"k_format": source}
     )
-    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, folder: judged.append((asked, folder)))
+    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, of: judged.append((asked, of())))
+    monkeypatch.setattr(plugin, "weights_of", lambda *given: given)
     monkeypatch.setenv(environment.VARIABLE, '{"prompts": "rows"}')
     for name in ("fa3", "kvquant"):
         assert os.environ[environment.VARIABLE] == '{"prompts": "rows"}'
@@ -696,5 +700,5 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_hook.attention_backends_of(view) == ("kvquant", "kvquant")
     # SGLang's other processes find the kept plan in their environment
     assert json.loads(os.environ[environment.VARIABLE]) == {"prompts": "rows", "k_format": "int4"}
-    ((asked, folder_of),) = judged
-    assert (asked.k_format, folder_of()) == ("int4", None)
+    ((asked, weights),) = judged
+    assert asked.k_format == "int4" and weights == (view, True), "they are downloaded first"
