@@ -72,6 +72,11 @@ class PageLayout(NamedTuple):
         """Bytes of a token's K and V in a head."""
         return self.k_format.row_bytes + self.v_format.row_bytes
 
+    @property
+    def elements(self) -> int:
+        """Of a token's K and V in all heads."""
+        return self.num_kv_heads * (self.k_format.head_dim + self.v_format.head_dim)
+
     def row_bytes(self, page_size: int) -> tuple[int, int]:
         """Bytes from a row of K, and of V, to the next where K and V have pages of their own.
 

@@ -71,20 +71,19 @@ class Settings:
     accept_loss: bool = False
 
     @classmethod
-    def parse(cls, given: Any, name: str = "settings", *, most_pairs: int = MOST_PAIRS) -> Settings:
+    def parse(cls, given: Any, name: str = "settings") -> Settings:
         """Read what a user of an engine gives.
 
         Args:
             given: a dict with "k_format", "v_format", "plan" (a plan or the path of its file),
                 "prompts" (one of PROMPTS), "recent_len" and "accept_loss". Formats left out are the
-                default, or those of the plan.
+                default, or those of the plan. Of a plan with more than MOST_PAIRS pairs some layers
+                get longer rows.
             name: what errors call it.
-            most_pairs: of formats in a model. Of a plan with more some layers get longer rows, but
-                for 1.
 
         Raises:
-            ConfigError: a key or a format does not exist, only one of K and V has a format
-                beside a plan, or the plan's layers have several and most_pairs is 1.
+            ConfigError: a key or a format does not exist, or only one of K and V has a format
+                beside a plan.
             FileNotFoundError: there is no such plan.
             CheckpointError: the file is damaged, or no plan.
         """
@@ -99,11 +98,8 @@ class Settings:
         if plan is not None:
             if (k_format is None) != (v_format is None):
                 raise ConfigError(f"{name} has one format beside a plan: give both, or none")
-            asked = k_format is not None
-            plan = plan.with_formats(k_format, v_format) if asked else plan
-            if most_pairs == 1:
-                _common_formats(plan, asked=asked)
-            plan = _with_few_pairs(plan, most_pairs)
+            plan = plan if k_format is None else plan.with_formats(k_format, v_format)
+            plan = _with_few_pairs(plan)
             k_format, v_format = max(plan.formats, key=partial(_bytes_of, plan))
         recent_len = check_size("recent_len", given.get("recent_len", 0))
         if recent_len and from_rows:
@@ -220,9 +216,15 @@ class LatentSettings:
                     "calibrate this model"
                 )
             check_no_feedback(plan.layers)
-            asked = fmt is not None
-            plan = plan.with_formats(fmt) if asked else plan
-            fmt = "+".join(_common_formats(plan, asked=asked))
+            plan = plan if fmt is None else plan.with_formats(fmt)
+            pairs = set(plan.formats)
+            if len(pairs) > 1:
+                raise ConfigError(
+                    f"the plan has {len(pairs)} pairs of formats, and pages of latents have one: "
+                    'give format beside it, or, if it keeps layers in 16 bit, {"format": "bf16"} '
+                    "without it"
+                )
+            fmt = "+".join(*pairs)
         return cls(fmt, plan, from_rows)
 
     def __str__(self) -> str:
@@ -295,12 +297,11 @@ def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
 
 
 def _made_apart(
-    what: str, arguments: Sequence[str], kept: Callable[[], Found | None], nbytes: int = 0
+    what: str, arguments: Sequence[str], kept: Callable[[], Found | None]
 ) -> Found | None:
     """What is kept, by now or by a command of kvquant, whose process frees its memory as it ends.
 
-    It runs on the engine's GPU and, if that has no room for the model, on the CPU, if that has
-    nbytes: else the system would end processes.
+    It runs on the engine's GPU and, if that has no room for the model, on the CPU.
     """
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # of the engine: calibrate refuses several
     alone = {name: value for name, value in os.environ.items() if name not in ranks}
@@ -309,7 +310,7 @@ def _made_apart(
         index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         devices.insert(0, f"cuda:{index}")
     for device in devices:
-        if made is not None or (device == "cpu" and nbytes > (available_memory() or nbytes)):
+        if made is not None:
             break
         command = [sys.executable, "-m", "kvquant", *arguments, "--device", device]
         log.warning("kvquant: %s: %s", what, shlex.join(command))
@@ -318,17 +319,17 @@ def _made_apart(
     return made
 
 
-def folder_of(source: str, load_format: str, *of_hub: str | None) -> str | None:
+def folder_of(source: str, load_format: str, *of_hub: Any) -> str | None:
     """The folder of an engine's weights; None if they are random, or in no folder here.
 
-    of_hub: the revision and the cache folder of a name on the hub.
+    of_hub: as of folder_here.
     """
     from ..hf.models.loading import folder_here
 
     return None if load_format == "dummy" else folder_here(source, *of_hub)
 
 
-def accuracy_of(settings: Settings, folder: str | None) -> str:
+def accuracy_of(settings: Settings, folder_of: Callable[[], str | None]) -> str:
     """What speaks against K rows of few bits without a plan, by the model's probe; "" for nothing.
 
     If no figure is kept `kvquant check` makes one, once. Engines ask before they load the model,
@@ -336,7 +337,8 @@ def accuracy_of(settings: Settings, folder: str | None) -> str:
 
     Args:
         settings: of the user.
-        folder: of the weights, as folder_of.
+        folder_of: gives the folder of the weights. Before the engine loads the model it downloads
+            them, because later the GPU has no room for a probe.
 
     Raises:
         AccuracyError: these rows ruin the model's texts, and the user has not accepted that.
@@ -349,7 +351,7 @@ def accuracy_of(settings: Settings, folder: str | None) -> str:
     rows = f"K rows of {k_format} without a plan"
     ways = 'To keep the answers, give "plan": "auto", or "k_format": "int8"'
     try:
-        figure = _figure(folder, k_format, settings.accept_loss)
+        figure = _figure(folder_of(), k_format, settings.accept_loss)
     except (KVQuantError, OSError, ValueError) as error:
         return f"{rows} ruin some models, and this one was not probed: {error}. {ways}"
     found = f"{rows}, in this model, {loss_of(figure)}. {ways}"
@@ -383,7 +385,10 @@ def _made_figure(path: Path, folder: str, k_format: str) -> float | None:
     command = ["check", folder, "--k-format", k_format, "--dtype", "bfloat16"]
     nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     with locked(path):
-        return _made_apart("probing K rows", command, partial(kept_figure, path), nbytes)
+        # the model is loaded there first, for a GPU too: else the system would end processes
+        if nbytes > (available_memory() or nbytes):
+            return kept_figure(path)
+        return _made_apart("probing K rows", command, partial(kept_figure, path))
 
 
 def rows_of_each(
@@ -449,47 +454,35 @@ def _share(plan: CachePlan, heads: tuple[int, ...]) -> CachePlan:
     return plan.of_heads(heads)
 
 
-def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
-    pairs = plan.formats
-    if len(set(pairs)) == 1:
-        return pairs[0]
-    layers = zip(plan.places, plan.facts["layers"], strict=True)
-    kept = [place for place, entry in layers if entry["kept"]]
-    if asked and kept:
-        raise ConfigError(
-            f"the plan keeps layers {kept} in 16 bit, and pages have one format for all: "
-            f'give {{"{"format" if plan.is_latent else "k_format"}": "bf16"}} without a plan, or '
-            "serve another model"
-        )
-    raise ConfigError(
-        f"the plan has {len(set(pairs))} pairs of formats, and pages have one for all layers: "
-        f"give {'format' if plan.is_latent else 'k_format and v_format'} beside the plan"
-    )
-
-
 def _bytes_of(plan: CachePlan, pair: tuple[str, str]) -> int:
     """Of a token in a head, in rows of a pair of formats."""
     dims = plan.head_dim, plan.tensors["v.offset"].shape[2]
     return sum(RowFormat.parse(*one).row_bytes for one in zip(pair, dims, strict=True))
 
 
-def _with_few_pairs(plan: CachePlan, most: int) -> CachePlan:
-    """The plan with so many pairs of formats at most: longer rows where it has more.
+def _accuracy(name: str) -> tuple[int, bool, int]:
+    """What the more accurate of two formats has more of: int8 rows are before those of fp8."""
+    fmt = RowFormat.parse(name, 128)
+    return fmt.bits, fmt.facts.is_integer, fmt.groups
 
-    Two pairs become one with the longer K and the longer V, those first that add the fewest bytes.
+
+def _with_few_pairs(plan: CachePlan) -> CachePlan:
+    """The plan with MOST_PAIRS pairs of formats at most: longer rows where it has more.
+
+    Two pairs become one with the more accurate K and V, those first that add the fewest bytes.
     """
     counts = Counter(plan.formats)
     taken = {pair: pair for pair in counts}
     size = partial(_bytes_of, plan)
 
     def joined(*pairs: tuple[str, str]) -> tuple[str, str]:
-        k, v = ({size((name, name)): name for name in names} for names in zip(*pairs, strict=True))
-        return k[max(k)], v[max(v)]
+        k, v = (max(names, key=_accuracy) for names in zip(*pairs, strict=True))
+        return k, v
 
     def added(pairs: tuple[tuple[str, str], ...]) -> int:
         return sum(counts[pair] * (size(joined(*pairs)) - size(pair)) for pair in pairs)
 
-    while len(counts) > most:
+    while len(counts) > MOST_PAIRS:
         pairs = min(combinations(counts, 2), key=added)
         both, layers = joined(*pairs), sum(counts.pop(pair) for pair in pairs)
         counts[both] += layers
@@ -521,7 +514,7 @@ def tell_settings(settings: Settings | LatentSettings, folder: str | None, room:
     plan was made for other weights.
     """
     log.info("kvquant: %s: %s", settings, room)
-    if isinstance(settings, Settings) and (told := accuracy_of(settings, folder)):
+    if isinstance(settings, Settings) and (told := accuracy_of(settings, lambda: folder)):
         log.warning("kvquant: %s", told)
     if "int2" in str(settings) and not getattr(settings, "recent_len", 0):
         log.warning(

@@ -18,8 +18,8 @@ from ..engine.step import Step, append, attend, begin_window, describe_step
 from ..engine.warmup import warm_up_layers
 from ..errors import UnsupportedError, refuse
 from .environment import settings
-from .layers import calls_of, has_windows, rows_of_layers, windows_of, with_sinks
-from .pool import RowsPool, pages_of
+from .layers import calls_of, moving_flags, rows_of_layers, windows_of, with_sinks
+from .pool import RowsPool, pages_of, parts_of
 
 
 @hook("sglang", "init_cpu_graph_state")
@@ -37,7 +37,7 @@ class RowsAttention(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         pool = runner.token_to_kv_pool
-        parts = [pool.full_kv_pool, pool.swa_kv_pool] if has_windows(pool) else [pool]
+        self._parts = parts = parts_of(pool)
         refuse(UnsupportedError, _problems(runner, parts))
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool
         self._rows = rows_of_layers(runner, settings())
@@ -88,7 +88,7 @@ class RowsAttention(AttentionBackend):
         longest = int(lens.max()) if len(lens) else 0
         slots = self.req_to_token_pool.req_to_token[:, :longest:page_size][batch.req_pool_indices]
         tables = [slots]
-        if has_windows(pool):
+        if len(self._parts) > 1:
             tables.append(pool.translate_loc_from_full_to_swa(slots).to(torch.int32))
         return [table // page_size for table in tables] if page_size > 1 else tables
 
@@ -106,8 +106,7 @@ class RowsAttention(AttentionBackend):
             )
         tokens = self.req_to_token_pool.req_to_token
         shape = max_bs, -(-tokens.shape[1] // self._page_size)
-        parts = 1 + has_windows(self.token_to_kv_pool)
-        self._fixed_tables = [tokens.new_zeros(shape, dtype=torch.int32) for _ in range(parts)]
+        self._fixed_tables = [tokens.new_zeros(shape, dtype=torch.int32) for _ in self._parts]
         self._fixed_lens = tokens.new_ones(max_bs, dtype=torch.int32)
 
     def init_cpu_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -139,7 +138,7 @@ class RowsAttention(AttentionBackend):
         """Find the slots of new tokens. In a graph this runs in each replay."""
         slots = forward_batch.out_cache_loc
         self._slots = [slots]
-        if has_windows(self.token_to_kv_pool):
+        if len(self._parts) > 1:
             self._slots.append(self.token_to_kv_pool.translate_loc_from_full_to_swa(slots))
 
     def forward_extend(
@@ -162,7 +161,7 @@ class RowsAttention(AttentionBackend):
         pool, rows = self.token_to_kv_pool, self._rows[layer.layer_id]
         if sinks is not None:
             rows = with_sinks(rows, sinks)
-        part = int(has_windows(pool) and pool.layers_mapping[layer.layer_id][1])
+        part = int(layer.layer_id not in self._parts[0].layouts)
         pages = pages_of(pool, layer.layer_id)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
@@ -191,6 +190,12 @@ def _problems(runner: Any, parts: Sequence[Any]) -> Iterator[str]:
         yield (
             "disaggregation moves single tokens, and kvquant's pages move as a whole: give "
             "--page-size 1, or leave --disaggregation-mode out"
+        )
+    plan, flags = settings().plan, moving_flags(runner.server_args)
+    if flags and plan is not None and len(set(plan.formats)) > 1:
+        yield (
+            f"{flags} moves rows of one size, and layers of the plan have several: leave it out, "
+            "or give k_format and v_format, without a plan that keeps layers in 16 bit"
         )
     graphs = get_exec().graph.cuda_graph_config
     if graphs is not None and graphs.prefill.backend == Backend.FULL:

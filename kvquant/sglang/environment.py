@@ -17,7 +17,7 @@ DEFAULT = "{}"
 @lru_cache
 def settings() -> Settings:
     """The environment variable's settings; ConfigError for no JSON or for wrong settings."""
-    return Settings.parse(given(), VARIABLE, most_pairs=1)
+    return Settings.parse(given(), VARIABLE)
 
 
 def given() -> Any:
@@ -29,6 +29,7 @@ def given() -> Any:
         raise ConfigError(f"{VARIABLE} is {shown(text)}: give JSON, such as {DEFAULT}") from None
 
 
-def weights_of(args: Any) -> str | None:
+def weights_of(args: Any, downloads: bool = False) -> str | None:
     """The folder of the weights that SGLang's server_args name, as folder_of."""
-    return folder_of(args.model_path, args.load_format, args.revision, args.download_dir)
+    hub = args.revision, args.download_dir, downloads
+    return folder_of(args.model_path, args.load_format, *hub)

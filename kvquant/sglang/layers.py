@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 from transformers import AutoConfig
 
@@ -21,7 +20,15 @@ from ..errors import UnsupportedError, refuse
 from ..rows.slots import Split
 from ..rows.variant import AttentionVariant, names_of
 from .environment import settings, weights_of
-from .pool import pages_of
+from .pool import pages_of, parts_of
+
+MOVING = (  # attributes of server_args
+    "enable_hierarchical_cache",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "disaggregation_mode",
+)
 
 
 def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
@@ -45,9 +52,9 @@ def rows_of_layers(runner: Any, settings: Settings) -> dict[int, LayerRows]:
     ]
     rows_of = partial(_rows_of, runner=runner, settings=settings)
     found = rows_of_each(layers, rows_of, "with another --attention-backend", refused)
-    first = next(iter(found.values())).layout
-    row_bytes = sum(first.row_bytes(runner.page_size))
-    bits = 8 * row_bytes / (first.k_format.head_dim + first.v_format.head_dim)
+    held = [one.layout for one in found.values()]
+    size = sum(one.num_kv_heads * sum(one.row_bytes(runner.page_size)) for one in held)
+    bits = 8 * size / sum(one.elements for one in held)
     room = f"{runner.token_to_kv_pool.size:,} tokens, {bits:.3g} bits an element"
     tell_settings(settings, weights_of(runner.server_args), room)
     return {layers[name].layer_id: rows for name, rows in found.items()}
@@ -64,27 +71,20 @@ def _saved_config(runner: Any) -> dict[str, Any]:
     return config
 
 
-def has_windows(pool: Any) -> bool:
-    """Whether a pool has a part for layers with a window."""
-    return isinstance(pool, SWAKVPool)
-
-
 def windows_of(
     runner: Any, rows: dict[int, LayerRows], parts: Sequence[Any]
 ) -> list[Window | None]:
     """The 16-bit rows of each part of the pool, which its layers have from now on."""
     pool, schedule, asked = runner.token_to_kv_pool, runner.server_args, settings()
-    device = torch.device(runner.device)
-    layers: list[list[int]] = [[] for _ in parts]
-    for layer in rows:
-        layers[int(has_windows(pool) and pool.layers_mapping[layer][1])].append(layer)
-    lens = [asked.window_len(part.layout, _without_window(runner)) for part in parts]
-    size = sum(
-        len(ids) * (part.page_size + count) * 2 * _elements(part.layout) * bool(count)
-        for ids, part, count in zip(layers, parts, lens, strict=True)
-    )
-    if not size:
+    device, page, refused = torch.device(runner.device), pool.page_size, _without_window(runner)
+    layers = [
+        [i for i in part.layouts if i in rows and asked.window_len(part.layouts[i], refused)]
+        for part in parts
+    ]
+    elements = sum(rows[layer].layout.elements for ids in layers for layer in ids)
+    if not elements:
         return [None for _ in parts]
+    size = (page + asked.recent_len) * 2 * elements
     # SGLang may pad a batch to a multiple of the ranks that share attention
     num_seqs = -(-runner.req_to_token_pool.size // schedule.tp_size) * schedule.tp_size
     slots = slots_for(num_seqs, size, device)
@@ -93,14 +93,15 @@ def windows_of(
         most = max(most, runner.model_config.context_len)
     most = 5 * most // 4 + num_seqs  # chunks may grow by a quarter
     windows: list[Window | None] = []
-    for ids, part, count in zip(layers, parts, lens, strict=True):
-        if not (ids and count):
+    for ids in layers:
+        if not ids:
             windows.append(None)
             continue
-        page = part.page_size
         width = -(-runner.req_to_token_pool.req_to_token.shape[1] // page)
         pages = pages_of(pool, ids[0])[0].shape[0]
-        window = Window(Split(page, count, page), slots, pages, num_seqs, most, width, device)
+        window = Window(
+            Split(page, asked.recent_len, page), slots, pages, num_seqs, most, width, device
+        )
         for layer in ids:
             made = WindowRows.of(window, rows[layer].layout, runner.dtype)
             rows[layer] = rows[layer]._replace(window=made)
@@ -108,9 +109,10 @@ def windows_of(
     return windows
 
 
-def _elements(layout: PageLayout) -> int:
-    """Of a token's K and V in all heads."""
-    return layout.num_kv_heads * (layout.k_format.head_dim + layout.v_format.head_dim)
+def moving_flags(server_args: Any) -> str:
+    """Flags that were given of what moves pages between SGLang's pool and others; "" for none."""
+    found = [name for name in MOVING if getattr(server_args, name) not in (False, "null")]
+    return ", ".join("--" + name.replace("_", "-") for name in found)
 
 
 def _without_window(runner: Any) -> str | None:
@@ -118,8 +120,8 @@ def _without_window(runner: Any) -> str | None:
     given = runner.server_args
     if runner.page_size < 4:
         return "pages of --page-size 1 and 2 hold less than 4 first tokens (give 16)"
-    if given.enable_hierarchical_cache:
-        return "SGLang's host cache writes pages without 16-bit rows"
+    if flags := moving_flags(given):
+        return f"{flags} writes pages without 16-bit rows"
     if given.enable_two_batch_overlap:
         return "--enable-two-batch-overlap runs two steps at a time"
     return None
@@ -184,11 +186,10 @@ def _problems(layer: Any, layout: PageLayout) -> Iterator[str]:
 
 
 def _rows_of(_: str, layer: Any, runner: Any, settings: Settings) -> LayerRows:
-    pool = runner.token_to_kv_pool
-    if has_windows(pool):
-        is_window = pool.layers_mapping[layer.layer_id][1]
-        pool = pool.swa_kv_pool if is_window else pool.full_kv_pool
-    layout: PageLayout = pool.layout
+    parts = parts_of(runner.token_to_kv_pool)
+    layout = ChainMap(*(part.layouts for part in parts)).get(layer.layer_id)
+    if layout is None:
+        raise UnsupportedError(f"SGLang's pool has no layer {layer.layer_id}")
     refuse(UnsupportedError, _problems(layer, layout))
     basis = None
     if settings.plan is not None:

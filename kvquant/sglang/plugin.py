@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..engine.hooks import check_further, check_version, hook
 from ..engine.settings import Settings, accuracy_of, with_kept_plan
 from ..errors import ConfigError, UnsupportedError
-from .environment import VARIABLE, given, settings, weights_of
+from .environment import VARIABLE, given, weights_of
 
 NAME = "kvquant"  # of the attention backend
 POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
@@ -60,7 +60,7 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     if NAME in backends_of(server_args):
         asked = with_kept_plan(given(), server_args.model_path)
         os.environ[VARIABLE] = json.dumps(asked)
-        accuracy_of(Settings.parse(asked, VARIABLE), weights_of(server_args))
+        accuracy_of(Settings.parse(asked, VARIABLE), lambda: weights_of(server_args, True))
 
     def counted(view: Any) -> tuple[str, ...]:
         return tuple("triton" if name == NAME else name for name in backends_of(view))
@@ -97,12 +97,14 @@ def _pool_class(
         return original(configurator, *args, kind=kind, default=default, **more)
     from .pool import RowsPool
 
+    info = configurator.layer_info
+    parts = {"Full": info.full_attention_layer_ids, "SWA": info.swa_attention_layer_ids}
     if default not in RowsPool.__mro__:
         raise UnsupportedError(
             f"SGLang chose the pool {default.__name__}, and rows need MHATokenToKVPool: leave "
             "--enable-page-major-kv-layout out"
         )
-    return RowsPool
+    return type("RowsPool", (RowsPool,), {"layers": parts})
 
 
 def _cell_size(
@@ -114,8 +116,10 @@ def _cell_size(
         return found
     model = configurator.model_config
     in_16_bit: int = (model.head_dim + model.v_head_dim) * configurator.kv_cache_dtype.itemsize
-    page_size = configurator.page_size
-    return found // in_16_bit * _bytes_of_head(model.head_dim, model.v_head_dim, page_size)
+    start, page_size = configurator.layer_info.start_layer, configurator.page_size
+    layers = range(start, start + num_layers)
+    mean = _bytes_of_head(layers, model.head_dim, model.v_head_dim, page_size)
+    return round(found // in_16_bit * mean)
 
 
 def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **more: Any) -> None:
@@ -126,14 +130,21 @@ def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **mo
     from sglang.srt.runtime_context import get_parallel
 
     model, page_size = configurator.model_config, configurator.page_size
-    ranks = get_parallel().attn_tp_size
-    full = _bytes_of_head(model.head_dim, model.v_head_dim, page_size)
-    window = _bytes_of_head(model.swa_head_dim, model.swa_v_head_dim, page_size)
+    ranks, info = get_parallel().attn_tp_size, configurator.layer_info
+    dims, of_windows = (
+        (model.head_dim, model.v_head_dim),
+        (model.swa_head_dim, model.swa_v_head_dim),
+    )
+    full = _bytes_of_head(info.full_attention_layer_ids, *dims, page_size)
+    window = _bytes_of_head(info.swa_attention_layer_ids, *of_windows, page_size)
     sizes._full_per_token = model.get_num_kv_heads(ranks) * full
     sizes._swa_per_token = model.get_swa_num_kv_heads(ranks) * window
     sizes._recompute_cell_size()
 
 
-def _bytes_of_head(head_dim: int, v_head_dim: int, page_size: int) -> int:
-    """Bytes of a token's K and V in one head."""
-    return sum(settings().layout(1, head_dim, v_head_dim).row_bytes(page_size))
+def _bytes_of_head(layers: Sequence[int], head_dim: int, v_head_dim: int, page_size: int) -> float:
+    """Bytes of a token's K and V in one head, the mean over layers; 0 without layers."""
+    from .pool import layouts_of
+
+    found = layouts_of(layers, (1, head_dim, v_head_dim)).values()
+    return sum(sum(one.row_bytes(page_size)) for one in found) / max(len(found), 1)

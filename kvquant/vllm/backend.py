@@ -240,7 +240,10 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         # a draft model reads verified tokens, and the one that came after them
         self.most_queries = self.reorder_batch_threshold + self.is_draft
         warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
-        tell_rows(self._layers[0].attn_backend.settings, vllm_config, kv_cache_spec)
+        held = [one.layout for one in found.values()]
+        size = sum(one.num_kv_heads * one.token_bytes for one in held)
+        bits = 8 * size / sum(one.elements for one in held)
+        tell_rows(self._layers[0].attn_backend.settings, vllm_config, bits)
         self._tell_padding()
 
     def _calls(self, layer: Attention) -> StepCalls:
@@ -463,26 +466,25 @@ def _heads_of(vllm_config: VllmConfig) -> Sequence[int]:
     )
 
 
-def tell_rows(settings: Settings | LatentSettings, config: VllmConfig, spec: AttentionSpec) -> None:
+def tell_rows(settings: Settings | LatentSettings, config: VllmConfig, bits: float) -> None:
     """Log once which rows an engine has, in how many pages, and which layers have none.
 
-    spec is that of a layer's pages.
+    bits: an element, in all layers with rows.
     """
     if pages := config.cache_config.num_gpu_blocks:  # else a trial of CUDA graphs, with other ones
-        v_dim = 0 if isinstance(settings, LatentSettings) else spec.head_size_v
-        elements = spec.block_size * spec.num_kv_heads * (spec.head_size + v_dim)
-        bits = 8 * spec.unpadded_page_size_bytes / elements
-        tokens = pages * config.cache_config.block_size
-        room = f"{tokens:,} tokens in {pages:,} pages, {bits:.3g} bits an element"
+        room = f"{pages:,} pages, {bits:.3g} bits an element"
+        if takes_unlike_pages(config):  # else each kind of layers takes pages of its own
+            room = f"{pages * config.cache_config.block_size:,} tokens in {room}"
         tell_settings(settings, weights_of(config), room)
     for name, layers in _without_rows(config).items():
         _tell_without_rows(name, tuple(layers))
 
 
-def weights_of(config: VllmConfig) -> str | None:
+def weights_of(config: VllmConfig, downloads: bool = False) -> str | None:
     """The folder of the served model's weights, as folder_of."""
     model, load = config.model_config, config.load_config
-    return folder_of(model.model, load.load_format, model.revision, load.download_dir)
+    hub = model.revision, load.download_dir, downloads
+    return folder_of(model.model, load.load_format, *hub)
 
 
 def _without_rows(vllm_config: VllmConfig) -> dict[str, list[str]]:

@@ -123,7 +123,9 @@ class LatentStepBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: igno
             for one in layers.values()
         ]
         warm_up_layers(device, calls)
-        tell_rows(next(iter(layers.values())).attn_backend.settings, vllm_config, kv_cache_spec)
+        spec, settings = kv_cache_spec, next(iter(layers.values())).attn_backend.settings
+        elements = spec.block_size * spec.num_kv_heads * spec.head_size
+        tell_rows(settings, vllm_config, 8 * spec.unpadded_page_size_bytes / elements)
 
     def _build_decode(
         self,

@@ -96,7 +96,8 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
         if name in OURS:
             backend = backend_of(KVQuantBackend, name, request)
             if config.model_config is not None and not is_draft():
-                accuracy_of(backend.settings, weights_of(config))  # before weights are loaded
+                # before weights are loaded
+                accuracy_of(backend.settings, lambda: weights_of(config, True))
             return backend
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which
             _check_choice(name, config.attention_config)

@@ -173,8 +173,6 @@ def save_plan(path: Path, *, kept: bool) -> str:
 
 def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
     path = save_plan(tmp_path, kept=False)
-    with pytest.raises(ConfigError, match="2 pairs of formats, and pages have one"):
-        Settings.parse({"plan": path}, most_pairs=1)
     with pytest.raises(ConfigError, match="has one format beside a plan: give both, or none"):
         Settings.parse({"plan": path, "v_format": "int8"})
     settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
@@ -212,14 +210,6 @@ def test_layers_have_the_formats_of_a_plan(tmp_path: Path) -> None:
         settings.of_layer(3)
 
 
-def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused_where_layers_have_one_format(
-    tmp_path: Path,
-) -> None:
-    path = save_plan(tmp_path, kept=True)
-    with pytest.raises(ConfigError, match=r"the plan keeps layers \[2\] in 16 bit"):
-        Settings.parse({"plan": path, "k_format": "int4", "v_format": "int4"}, most_pairs=1)
-
-
 def test_layers_get_longer_rows_where_a_plan_has_too_many_pairs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -233,6 +223,18 @@ def test_layers_get_longer_rows_where_a_plan_has_too_many_pairs(
     wanted = 4 * [("int4", "int4-g4")] + 2 * [("int4-g4", "int8")] + [("bf16", "bf16")]
     assert settings.plan.formats == wanted
     assert "the plan has 5 pairs of formats, and pages have 3" in caplog.text
+
+
+def test_pairs_become_one_with_the_more_accurate_rows() -> None:
+    """Rows of fp8 are as long as those of int8, or longer with groups, and less accurate."""
+    for fp8 in ("fp8", "fp8-g8"):
+        names = [("int8", fp8), (fp8, "int8"), ("int4", "int4"), ("int4-g4", "int4-g4")]
+        formats = {
+            (i, side): pair[j] for i, pair in enumerate(names) for j, side in enumerate("kv")
+        }
+        settings = Settings.parse({"plan": example_plan(4 + 1).with_layer_formats(formats)})
+        assert settings.plan is not None
+        assert settings.plan.formats[:2] == 2 * [("int8", "int8")]
 
 
 def test_heads_are_shared_out_as_vllm_does() -> None:

@@ -19,8 +19,8 @@ from tiny_models import biased_model
 from kvquant import AccuracyError, CachedModel, ConfigError, PagedKVCache, QuantizedCache, RowFormat
 from kvquant.cli.main import main
 from kvquant.engine import settings
-from kvquant.engine.settings import Settings, accuracy_of, folder_of, tell_settings
-from kvquant.hf.models import probe
+from kvquant.engine.settings import Settings, folder_of, tell_settings
+from kvquant.hf.models import loading, probe
 from kvquant.hf.models.fingerprint import fingerprint_of
 from kvquant.rows.probe import REFUSED, WARNED, combined, divergence
 
@@ -172,6 +172,10 @@ def test_the_divergence_is_that_of_weights() -> None:
     assert combined([torch.tensor(0.04), torch.tensor(0.16)]) == pytest.approx(0.1)
 
 
+def accuracy_of(asked: Settings, folder: str | None) -> str:
+    return settings.accuracy_of(asked, lambda: folder)
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that engines start, which run in this process, on its CPU."""
@@ -233,10 +237,9 @@ def test_an_engine_goes_on_without_room_for_a_probe(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(settings, "available_memory", lambda: 1 << 20)
     assert "no figure is kept" in accuracy_of(int4, folder)
-    assert [one[-1] for one in started] == ["cuda:0"], "the system would end processes"
+    assert not started, "the system would end processes: a model is loaded on the CPU first"
     monkeypatch.setattr(settings, "available_memory", lambda: 1 << 40)
-    settings._made_figure.cache_clear()
-    started.clear()
+    settings._made_figure.cache_clear()  # as in the next start
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     assert accuracy_of(int4, folder) == "" and not started, "the first rank speaks"
@@ -260,6 +263,14 @@ def test_random_and_absent_weights_are_not_probed(
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("a1")
     assert folder_of("owner/name", "auto", None, cache) == str(snapshot)
+    with mock.patch("huggingface_hub.snapshot_download", return_value=str(snapshot)) as fill:
+        assert folder_of("owner/name", "auto", "v2", cache, True) == str(snapshot)
+    assert fill.call_args.kwargs == {
+        "revision": "v2",
+        "cache_dir": cache,
+        "allow_patterns": list(loading.FILES),
+        "local_files_only": False,
+    }
     told = accuracy_of(Settings("int4", None), None)
     assert "not probed: its weights are random, or in no folder here" in told and not started
 

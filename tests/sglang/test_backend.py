@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,17 +30,29 @@ from kvquant.sglang import environment, plugin
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 24
 SETTINGS = Settings.parse({"k_format": "int8", "v_format": "int4-g4", "recent_len": 0})
+EXACT = "bf16", "bf16"
 LENS = (70, 33, 1)
 ROOM = 512  # tokens of a pool
+PARTS = {"Full": [0], "SWA": [1]}  # layers of a pool of two parts
 
 pytestmark = pytest.mark.usefixtures("sglang")
+
+
+class Mixed(Settings):
+    """As SETTINGS, but that the second layer is in 16 bit."""
+
+    def of_layer(self, layer: int) -> Settings:
+        return Settings(*EXACT, recent_len=self.recent_len) if layer else self
+
+
+MIXED = Mixed(SETTINGS.k_format, SETTINGS.v_format)
 
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch, sglang: None) -> None:
     from kvquant.sglang import backend, layers, pool
 
-    for module in (backend, layers, plugin, pool):
+    for module in (backend, layers, pool):
         monkeypatch.setattr(module, "settings", lambda: SETTINGS)
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="disabled"))
     found = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
@@ -73,6 +85,7 @@ class Served:
 
     runner: Any
     mapping: torch.Tensor | None
+    asked: Settings = SETTINGS
 
     def batch(self, lens: Any, counts: list[int] | None = None, rows: Any = None) -> Any:
         """A batch: decoding sequences, or prompts with as many new tokens."""
@@ -104,6 +117,7 @@ class Served:
 def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) -> Served:
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+    from kvquant.sglang.layers import MOVING
     from kvquant.sglang.pool import RowsPool
 
     torch.manual_seed(page_size)
@@ -118,7 +132,7 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
     else:
         pool = SWAKVPool(
             ROOM, ROOM, page_size, dtype, KV_HEADS, DIM, [1], [0], "cpu",
-            token_to_kv_pool_class=RowsPool, **options,
+            token_to_kv_pool_class=type("RowsPool", (RowsPool,), {"layers": PARTS}), **options,
         )  # fmt: skip
         mapping = torch.zeros(ROOM + page_size + 1, dtype=torch.int64)
         mapping[-1] = -1
@@ -152,9 +166,8 @@ def served(page_size: int, *, parts: int, layers: Any = None, **options: Any) ->
             tp_size=1,
             max_prefill_tokens=128,
             trust_remote_code=False,
-            enable_hierarchical_cache=False,
-            disaggregation_mode="null",
             enable_two_batch_overlap=False,
+            **dict.fromkeys(MOVING, False) | {"disaggregation_mode": "null"},
         ),
         dtype=torch.float32,
         device="cpu",
@@ -167,7 +180,8 @@ def of_rows(one: Served, q: torch.Tensor, row: int, length: int, place: int) -> 
     """Attention of a sequence's last query [HEADS, DIM] to its rows, in float64."""
     from kvquant.sglang.pool import pages_of
 
-    slots, layout = one.slots(row, length, place), SETTINGS.layout(KV_HEADS, DIM, DIM)
+    slots = one.slots(row, length, place)
+    layout = one.asked.of_layer(place).layout(KV_HEADS, DIM, DIM)
     k, v = (
         dequantize_rows(
             pages.transpose(1, 2).flatten(0, 1)[slots][..., : fmt.row_bytes].contiguous(), fmt
@@ -204,13 +218,19 @@ def queries(tokens: int, seed: int) -> Iterator[torch.Tensor]:
         torch.randn(2, tokens, KV_HEADS * DIM)
 
 
-@pytest.fixture(params=[(1, 1), (16, 1), (1, 2), (16, 2)], ids=str)
-def filled(request: pytest.FixtureRequest) -> tuple[Served, Any]:
-    """A backend, and sequences whose prompts are in the pool: page sizes, and parts of the pool."""
+@pytest.fixture(
+    params=[(1, 1), (16, 1, MIXED), (1, 2, MIXED), (16, 2)], ids=lambda given: str(given[:2])
+)
+def filled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Served, Any]:
+    """A backend, and sequences whose prompts are in the pool: page sizes, parts of the pool, and
+    settings."""
+    from kvquant.sglang import pool
     from kvquant.sglang.backend import RowsAttention
 
-    page_size, parts = request.param
-    one = served(page_size, parts=parts)
+    page_size, parts, *others = request.param
+    asked = others[0] if others else SETTINGS
+    monkeypatch.setattr(pool, "settings", lambda: asked)
+    one = replace(served(page_size, parts=parts), asked=asked)
     backend = RowsAttention(one.runner)
     batch = one.batch(LENS, list(LENS))
     backend.init_forward_metadata(batch)
@@ -299,6 +319,23 @@ def test_first_pages_and_last_tokens_are_in_16_bit(
     assert (kept - exact)[:, short].abs().max() < 0.05 < (bare - exact)[:, short].abs().max()
 
 
+def test_a_layer_in_16_bit_keeps_no_tokens_beside_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvquant.sglang import backend, layers, pool
+
+    asked = replace(MIXED, recent_len=24)
+    for module in (backend, layers, pool):
+        monkeypatch.setattr(module, "settings", lambda: asked)
+    told: list[str] = []
+    monkeypatch.setattr(layers, "tell_settings", lambda *given: told.append(given[2]))
+    for parts, kept in ((1, [True]), (2, [True, False])):
+        found = backend.RowsAttention(served(16, parts=parts).runner)
+        assert [found._rows[layer].window is not None for layer in range(2)] == [True, False]
+        assert [window is not None for window in found._windows] == kept
+    assert told == 2 * ["512 tokens, 11.6 bits an element"]  # 8 * (68 + 48 + 256) / 256
+
+
 def test_where_first_pages_cannot_be_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvquant.sglang import layers
     from kvquant.sglang.backend import RowsAttention
@@ -306,7 +343,8 @@ def test_where_first_pages_cannot_be_in_16_bit(monkeypatch: pytest.MonkeyPatch) 
     asked = Settings.parse({"k_format": "int8", "v_format": "int4-g4", "recent_len": 8})
     for name, value, words in (
         ("page_size", 2, "hold less than 4 first tokens"),
-        ("enable_hierarchical_cache", True, "writes pages without 16-bit rows"),
+        ("enable_hierarchical_cache", True, "--enable-hierarchical-cache writes pages without"),
+        ("enable_lmcache", True, "--enable-lmcache writes pages without 16-bit rows"),
         ("enable_two_batch_overlap", True, "runs two steps at a time"),
     ):
         runner = served(2 if name == "page_size" else 16, parts=1).runner
@@ -328,12 +366,11 @@ def test_pages_cost_the_bytes_of_their_rows(
     from kvquant.sglang import pool
 
     asked = Settings.parse({"k_format": "int4", "v_format": "int4-g2"})
-    for module in (plugin, pool):
-        monkeypatch.setattr(module, "settings", lambda: asked)
+    monkeypatch.setattr(pool, "settings", lambda: asked)
     made = pool.RowsPool(
         ROOM, page_size, torch.float32, KV_HEADS, 128, 2, "cpu", False, v_head_dim=64
     )
-    size = plugin._bytes_of_head(128, 64, page_size)
+    size = plugin._bytes_of_head(range(2), 128, 64, page_size)
     assert size == k_bytes + v_bytes
     assert sum(made.get_kv_size_bytes()) == (ROOM + page_size) * 2 * KV_HEADS * size
     for pages, row_bytes in zip(pool.pages_of(made, 1), (k_bytes, v_bytes), strict=True):
@@ -341,18 +378,84 @@ def test_pages_cost_the_bytes_of_their_rows(
         assert not any(stride % 16 for stride in pages.stride()[:2])  # as CUDA kernels want pages
 
 
-def test_whole_pages_keep_their_rows_in_host_memory() -> None:
-    """SGLang's copy to host memory and back."""
-    from kvquant.sglang.pool import pages_of
+def set_plan(monkeypatch: pytest.MonkeyPatch, name: str = "int4") -> None:
+    """A plan of three layers, of which the last is in 16 bit, and the others have this format."""
+    from kvquant.sglang import backend, pool
 
-    pool = served(16, parts=1).runner.token_to_kv_pool
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.random_(0, 256)
+    formats = {(layer, side): name for layer in range(2) for side in "kv"}
+    plan = example_plan(3, KV_HEADS, DIM).with_layer_formats(formats)
+    asked = Settings.parse({"plan": plan})
+    for module in (backend, pool):
+        monkeypatch.setattr(module, "settings", lambda: asked)
+
+
+def test_layers_of_a_pipelines_stage_have_their_own_sizes(
+    monkeypatch: pytest.MonkeyPatch, backends: list[str]
+) -> None:
+    """The stage has layers 1, in int4, and 2, in 16 bit."""
+    from kvquant.sglang.pool import RowsPool, pages_of
+
+    set_plan(monkeypatch)
+    given = ROOM, 16, torch.float32, KV_HEADS, DIM, 2, "cpu", False
+    pool = RowsPool(*given, start_layer=1, end_layer=3)
+    size = KV_HEADS * 2 * (36 + 2 * DIM)
+    for layer, row_bytes in ((1, 36), (2, 2 * DIM)):
+        for pages in pages_of(pool, layer):
+            assert pages.shape == (ROOM // 16 + 1, KV_HEADS, 16, row_bytes)
+    assert sum(pool.get_kv_size_bytes()) == (ROOM + 16) * size
+    info = SimpleNamespace(start_layer=1)
+    in_16_bit = lambda *_: 2 * KV_HEADS * (64 + 64) * 2  # noqa: E731
+    assert plugin._cell_size(in_16_bit, None, configurator(layer_info=info), 2) == size
+    pointers, lens, items = pool.get_contiguous_buf_infos()
+    assert items == [16 * KV_HEADS * row_bytes for row_bytes in 2 * (36, 2 * DIM)]
+    for buffer, start, length in zip((*pool.k_buffer, *pool.v_buffer), pointers, lens, strict=True):
+        assert (buffer.data_ptr(), buffer.nbytes) == (start, length)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_whole_pages_keep_their_rows_in_host_memory(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's copy to host memory and back, of layers whose rows differ in size."""
+    from kvquant.sglang import pool as home
+
+    monkeypatch.setattr(home, "settings", lambda: MIXED)
+    one = served(16, parts=parts)
+    pool = one.runner.token_to_kv_pool
+    for part in home.parts_of(pool):
+        for buffer in (*part.k_buffer, *part.v_buffer):
+            buffer.random_(0, 256)
     before, after = (16 * torch.tensor(at)[:, None] + torch.arange(16) for at in ([5, 9], [20, 3]))
-    kept = [pages[[5, 9]].clone() for pages in pages_of(pool, 1)]
+
+    def pages(slots: torch.Tensor) -> list[torch.Tensor]:
+        places = [slots, slots if one.mapping is None else one.mapping[slots]]
+        return [
+            found[places[layer][:, 0] // 16]
+            for layer in range(2)
+            for found in home.pages_of(pool, layer)
+        ]
+
+    kept = [found.clone() for found in pages(before)]
     pool.load_cpu_copy(pool.get_cpu_copy(before.flatten()), after.flatten())
-    for pages, rows in zip(pages_of(pool, 1), kept, strict=True):
-        assert torch.equal(pages[[20, 3]], rows)
+    for found, rows in zip(pages(after), kept, strict=True):
+        assert torch.equal(found, rows)
+
+
+def test_what_moves_rows_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvquant.sglang import backend, layers
+
+    given = served(1, parts=1).runner.server_args
+    for name in layers.MOVING:
+        args = SimpleNamespace(**{**vars(given), name: "prefill" if "mode" in name else True})
+        for fmt in ("int4", "bf16"):
+            set_plan(monkeypatch, fmt)
+            runner = served(1, parts=1).runner
+            runner.server_args = args
+            told = list(backend._problems(runner, [runner.token_to_kv_pool]))
+            flag = "--" + name.replace("_", "-")
+            assert [flag in one and "leave it out" in one for one in told] == [True] * (
+                fmt == "int4"
+            )
 
 
 def test_disaggregation_moves_tokens_out_of_pages() -> None:
@@ -381,6 +484,7 @@ def test_layers_are_refused_at_the_start() -> None:
         ([{"attn_type": encoder}], "of type encoder_only"),
         ([{}, {}], "1.attn: it shares layer_id 0 with another layer"),
         ([{"tp_k_head_num": 4}], "it has 4 KV heads (head_dim 64 of K, 64 of V)"),
+        ([{"layer_id": 2}], "SGLang's pool has no layer 2"),
     ]
     for changes, words in cases:
         runner = served(1, parts=1, layers=[make_layer(0, **one) for one in changes]).runner
@@ -434,13 +538,18 @@ def test_calls_that_have_no_rows_are_refused(filled: tuple[Served, Any]) -> None
     batch, layer = one.batch([71, 34, 2]), one.runner.model[0].attn
     backend.init_forward_metadata(batch)
     q, k = torch.randn(3, HEADS * DIM), torch.randn(3, KV_HEADS * DIM)
-    write, forward = one.runner.token_to_kv_pool.set_kv_buffer, backend.forward
+    pool, forward = one.runner.token_to_kv_pool, backend.forward
+    write = pool.set_kv_buffer
     rope = "calls RowsAttention.forward_extend with k_rope="
     assert_refused(
         UnsupportedError,
         (lambda: forward(q, None, None, layer, batch), "0 attends to another layer's K and V"),
         (lambda: forward(q, k, k, layer, batch, k_rope=k), rope),
         (lambda: write(layer, batch.out_cache_loc, k, k), "by kvquant's attention backend alone"),
+        (
+            lambda: pool.move_kv_cache(*2 * [batch.out_cache_loc]),
+            "single tokens do not move: leave",
+        ),
         (lambda: backend.init_cuda_graph_state(4, 8), "graphs of one token for each sequence"),
         (lambda: backend.init_cpu_graph_state(4, 4), "leave --enable-torch-compile out"),
     )
@@ -477,6 +586,9 @@ def configurator(**changes: Any) -> Any:
     )
     given = {"is_draft_worker": False, "use_mla_backend": False, "kv_cache_dtype": torch.bfloat16}
     given["page_size"] = 16
+    given["layer_info"] = SimpleNamespace(
+        start_layer=0, full_attention_layer_ids=[0], swa_attention_layer_ids=[1]
+    )
     return SimpleNamespace(model_config=model, **{**given, **changes})
 
 
@@ -491,8 +603,9 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_bytes_of_tokens(backends: list[str]) -> None:
+def test_bytes_of_tokens(backends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """K int8 and V int4-g4: 68 and 48 bytes with 64 elements, 132 and 80 with 128."""
+    from kvquant.sglang import pool
 
     def in_16_bit(sizes: Any, configurator: Any, num_layers: int) -> int:
         return num_layers * 4 * (64 + 64) * 2
@@ -501,6 +614,12 @@ def test_bytes_of_tokens(backends: list[str]) -> None:
     sizes = SimpleNamespace(_full_per_token=0, _swa_per_token=0, _recompute_cell_size=list)
     plugin._window_sizes(lambda *_: None, sizes, configurator())
     assert sizes._full_per_token == 4 * (68 + 48) and sizes._swa_per_token == 2 * (132 + 80)
+    info = SimpleNamespace(full_attention_layer_ids=[0, 2, 4], swa_attention_layer_ids=[1, 3])
+    monkeypatch.setattr(pool, "settings", lambda: MIXED)  # 16 bit from the second layer on
+    plugin._window_sizes(lambda *_: None, sizes, configurator(layer_info=info))
+    assert 3 * sizes._full_per_token == 4 * (68 + 48 + 2 * 256)
+    assert sizes._swa_per_token == 2 * 512
+    monkeypatch.setattr(pool, "settings", lambda: SETTINGS)
     for others in ({"is_draft_worker": True}, {"use_mla_backend": True}):
         assert plugin._cell_size(in_16_bit, None, configurator(**others), 3) == 3072
         plugin._window_sizes(lambda *_: None, sizes, configurator(**others))
@@ -518,7 +637,8 @@ def test_the_choice_of_the_pool(backends: list[str]) -> None:
         return default
 
     chosen = plugin._pool_class
-    assert chosen(own, configurator(), kind="mha", default=MHATokenToKVPool) is RowsPool
+    found = chosen(own, configurator(), kind="mha", default=MHATokenToKVPool)
+    assert issubclass(found, RowsPool) and found.layers == PARTS
     assert chosen(own, configurator(), kind="mla", default=MLATokenToKVPool) is MLATokenToKVPool
     with pytest.raises(UnsupportedError, match="leave --enable-page-major-kv-layout out"):
         chosen(own, configurator(), kind="mha", default=PageMajor)
@@ -542,20 +662,20 @@ def test_hooks_take_further_arguments(
         assert not hook.further(), hook.name
 
     def in_16_bit(sizes: Any, configurator: Any, num_layers: int, more: object = None) -> int:
-        return 3072
+        return 1024
 
-    assert plugin._cell_size(in_16_bit, None, configurator(), 3, more=None) == 3 * 4 * (68 + 48)
+    assert plugin._cell_size(in_16_bit, None, configurator(), 1, more=None) == 4 * (68 + 48)
     with pytest.raises(UnsupportedError, match="with more=2, which kvquant does not serve"):
-        plugin._cell_size(in_16_bit, None, configurator(), 3, more=2)
+        plugin._cell_size(in_16_bit, None, configurator(), 1, more=2)
     one, rows = filled
     assert rows.get_cuda_graph_seq_len_fill_value(None, other=False) == 1
     monkeypatch.setattr(sglang, "__version__", "0.5.24")
-    for asked in (lambda: plugin._cell_size(in_16_bit, None, configurator(), 3),
+    for asked in (lambda: plugin._cell_size(in_16_bit, None, configurator(), 1),
                   lambda: plugin._make_backend(one.runner)):  # fmt: skip
         with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.24 was not tried.*pip install"):
             asked()
     backends[:] = ["triton", "triton"]
-    assert plugin._cell_size(in_16_bit, None, configurator(), 3, more=2) == 3072
+    assert plugin._cell_size(in_16_bit, None, configurator(), 1, more=2) == 1024
 
 
 def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,7 +688,8 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         plugin, "with_kept_plan", lambda given, source: given | {"k_format": source}
     )
-    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, folder: judged.append((asked, folder)))
+    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, of: judged.append((asked, of())))
+    monkeypatch.setattr(plugin, "weights_of", lambda *given: given)
     monkeypatch.setenv(environment.VARIABLE, '{"prompts": "rows"}')
     for name in ("fa3", "kvquant"):
         assert os.environ[environment.VARIABLE] == '{"prompts": "rows"}'
@@ -579,5 +700,5 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_hook.attention_backends_of(view) == ("kvquant", "kvquant")
     # SGLang's other processes find the kept plan in their environment
     assert json.loads(os.environ[environment.VARIABLE]) == {"prompts": "rows", "k_format": "int4"}
-    ((asked, folder),) = judged
-    assert (asked.k_format, folder) == ("int4", None)
+    ((asked, weights),) = judged
+    assert asked.k_format == "int4" and weights == (view, True), "they are downloaded first"

@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_plan import example_plan
 from sglang_engines import CHUNK, SIZES, answers, check, run_engine
 from tiny_models import biased_model
-from transformers import AutoTokenizer, Gemma2Config, Gemma3TextConfig, GptOssConfig
-from vllm_engines import make_plan, random_model
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+)
+from vllm_engines import make_plan, random_model, with_layer_formats
 
+from kvquant import CachePlan
 from kvquant.cli.demo import MODEL
 
 INT4 = {"k_format": "int4-g4", "v_format": "int4-g4", "recent_len": 0}
@@ -31,10 +39,10 @@ def ids() -> list[int]:
 
 
 def test_answers_are_those_of_the_same_rows(ids: list[int], tmp_path: Path) -> None:
-    """Continuous batching with overlapping steps, in pages of one token, with a plan and K and V of
-    two formats: prompts of mixed lengths;
-    one behind the first of them, which the radix cache has; one in chunks; three samples of one;
-    and two others, of which the first is taken back."""
+    """Continuous batching with overlapping steps, in pages of one token, with a plan whose layers
+    have three pairs of formats, one of them 16 bit: prompts of mixed lengths; one behind the first
+    of them, which the radix cache has; one in chunks; three samples of one; and two others, of
+    which the first is taken back."""
     # Two rounds that are not said to have a beginning in common must have none: later tokens of a
     # prompt would attend to rows.
     prompts = [ids[300 * i : 300 * i + length] for i, length in enumerate(LENGTHS)]
@@ -49,8 +57,8 @@ def test_answers_are_those_of_the_same_rows(ids: list[int], tmp_path: Path) -> N
             "abort": True,
         },
     ]
-    plan = make_plan(tmp_path / "plan.safetensors", observed=256)
-    rows = {"plan": plan, "k_format": "int8", "v_format": "int4-g4"}
+    names = ["int8 int4-g4", "bf16 bf16", "int8 int4-g4", "int8-g4 int8"]
+    rows = {"plan": make_plan(tmp_path / "plan.safetensors", names, observed=256)}
     demo = answers(rows, rounds, MODEL, page_size=1)
     assert demo["overlaps"]
     first, behind, chunked, sampled, (gone, other) = demo["rounds"]
@@ -119,10 +127,14 @@ def test_soft_caps_windows_and_a_full_pool(tmp_path: Path, monkeypatch: pytest.M
 
 def test_sinks_and_a_pool_of_two_parts(tmp_path: Path) -> None:
     """gpt-oss: SGLang frees what no window sees, and gives layers with windows slots of their own,
-    half as many."""
+    half as many. A plan gives each layer rows of its own, and leaves the last one in 16 bit."""
     config = GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
     options = {"page_size": 16, "max_total_tokens": 1024, "swa_full_tokens_ratio": 0.5}
-    check_variant(config, tmp_path, {"k_format": "bf16", "v_format": "bf16"}, **options)
+    random_model(tmp_path, config)
+    made = example_plan(4, config=AutoConfig.from_pretrained(tmp_path).to_dict())
+    names = ["int8 int8", "int8-g4 int4-g4", "int8 int8", "bf16 bf16"]
+    plan = with_layer_formats(made, names, tmp_path / "plan.safetensors")
+    check_variant(config, tmp_path, {"plan": plan}, **options)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from compared_answers import (
     BF16,
+    BY_LAYER,
     CHUNK,
     CONTEXT,
     INT4,
@@ -64,6 +65,7 @@ CASES: dict[str, Found] = {
     "int4-rows": {"rows": {**INT4, "prompts": "rows"}, "page_size": 16, **EAGER},
     "int4-short-chunks": {"rows": INT4, "chunked_prefill_size": 64, **EAGER},
     "plan": {"rows": {"plan": []}, "page_size": 16},
+    "plan-by-layer": {"rows": {"plan": BY_LAYER}, "page_size": 16},
     "bf16-window": {"rows": {**BF16, **WINDOW}, "page_size": 16},
     "int4-window": {"rows": {**INT4, **WINDOW}, "page_size": 16},
     "own-two-ranks": {**TWO_RANKS},

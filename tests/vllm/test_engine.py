@@ -104,6 +104,7 @@ def test_layers_have_formats_of_their_own(
     made = with_layer_formats(CachePlan.load(plan), names, tmp_path / "plan.safetensors")
     rows = {"plan": made, "prompts": "rows"}
     sizes, prompts = [132 + 68, 2 * 80, 2 * 80, 2 * 132], mixed_prompts()
+    rooms = told_rooms(monkeypatch)
     with engine(rows, speculative_config=NGRAM) as llm:
         assert [calls.layer.layout.token_bytes for calls in told] == [200, 160, 160, 264]
         assert {calls.kind for calls in begun_of(llm, monkeypatch)} == {
@@ -112,6 +113,7 @@ def test_layers_have_formats_of_their_own(
         config = llm.llm_engine.vllm_config
         pages = config.cache_config.num_gpu_blocks
         assert pages == (64 << 20) // (32 * sum(sizes))
+        assert rooms == {f"{32 * pages:,} tokens in {pages:,} pages, 6.12 bits an element"}
         layers = config.compilation_config.static_forward_context.values()
         assert [layer.kv_cache.shape[3] for layer in layers] == sizes
     small = {"max_model_len": 352, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 100}
@@ -143,12 +145,22 @@ def test_layers_have_formats_of_their_own(
     check_answers(Settings.parse(rows), prompts + 4 * long, texts, MODEL, most=0.15)
 
 
+def told_rooms(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What engines tell of their rows' room from now on, each in a line of its own."""
+    from kvquant.vllm import backend
+
+    rooms: set[str] = set()
+    monkeypatch.setattr(backend, "tell_settings", lambda *given: rooms.add(given[2]))
+    return rooms
+
+
 def test_pages_of_a_hybrid_are_as_large_as_the_largest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvquant.vllm.backend import logger
+    from kvquant.vllm import backend
 
     lines: list[str] = []
+    logger, rooms = backend.logger, told_rooms(monkeypatch)
     monkeypatch.setattr(logger, "info_once", lambda text, *given: lines.append(text % given))
     config = Gemma2Config(**SIZES, sliding_window=32)
     model, path = random_model(tmp_path / "model", config), str(tmp_path / "plan.safetensors")
@@ -159,8 +171,11 @@ def test_pages_of_a_hybrid_are_as_large_as_the_largest(
         texts = generate(llm, prompts, TOKENS, detokenize=False)
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         assert [layer.kv_cache.shape[3] for layer in layers] == [256, 256]
+        pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     told = "kvquant: pages of 1 layers are as large as the model's largest: 72 % of their bytes"
     assert [line.startswith(told) for line in lines] == [True]
+    # tokens take pages of both layers, those of the first only in its window
+    assert rooms == {f"{pages:,} pages, 10.2 bits an element"}, "8 * (72 + 256) / 256"
     check_answers(Settings.parse(rows), prompts, texts, model)
 
 

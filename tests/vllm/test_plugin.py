@@ -76,6 +76,21 @@ def test_the_backend_alone_takes_the_default_rows() -> None:
         check_request(found.request, config)
 
 
+def test_weights_are_downloaded_for_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before vLLM takes the memory of the GPU."""
+    from vllm.config import AttentionConfig
+
+    from kvquant.vllm import backend
+
+    judged: list[Any] = []
+    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, of: judged.append(of()))
+    monkeypatch.setattr(backend, "weights_of", lambda *given: given)
+    with current(attention_config=AttentionConfig(backend=entry("CUSTOM"))) as config:
+        config.model_config = SimpleNamespace(use_mla=False, model="owner/name")
+        entry("CUSTOM").get_class()
+    assert judged == [(config, True)]
+
+
 def test_cache_dtypes_name_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the hook of vLLM 0.33, for which another stands in vLLM 0.32."""
     from vllm.config import cache

@@ -219,16 +219,22 @@ def located(source: str | Path, files: Sequence[str] = FILES) -> Path:
     return folder
 
 
-def folder_here(source: str, revision: str | None, cache_dir: str | None) -> str | None:
-    """A model's folder, or that of a name in the hub's cache folder; None: nothing is downloaded.
+def folder_here(
+    source: str, revision: str | None, cache_dir: str | None, downloads: bool = False
+) -> str | None:
+    """A model's folder, or that of a name in the hub's cache folder; None if it is not there.
 
-    revision and cache_dir are those of the hub, None for its own.
+    revision and cache_dir are those of the hub, None for its own. With downloads it is filled.
     """
     if os.path.isdir(source):
         return source
-    with suppress(OSError, ValueError):
+    with suppress(Exception):  # of huggingface_hub, or of the HTTP library that its version has
         return huggingface_hub.snapshot_download(
-            source, revision=revision, cache_dir=cache_dir, local_files_only=True
+            source,
+            revision=revision,
+            cache_dir=cache_dir,
+            allow_patterns=list(FILES),
+            local_files_only=not downloads,
         )
     return None
 
