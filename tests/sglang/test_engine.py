@@ -20,7 +20,6 @@ from transformers import (
 )
 from vllm_engines import make_plan, random_model, with_layer_formats
 
-from kvquant import CachePlan
 from kvquant.cli.demo import MODEL
 
 INT4 = {"k_format": "int4-g4", "v_format": "int4-g4", "recent_len": 0}
