@@ -120,7 +120,7 @@ def main(json_file: Path | None, variants: bool) -> None:
         print(*shape, *(f"{name} {one:.4g}," for name, one in us.items()), flush=True)
         found.append({"shape": shape, "in_a_row_us": us})
     if json_file is not None:
-        json_file.write_text(json.dumps({"wide": found}, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps({"windows": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
