@@ -378,7 +378,7 @@ def _figure(folder: str | None, k_format: str, accept_loss: bool) -> float:
     return figure
 
 
-@lru_cache  # what fails is tried once
+@lru_cache  # what fails is tried once a process: the next one may have room
 def _made_figure(path: Path, folder: str, k_format: str) -> float | None:
     from ..hf.models.probe import kept_figure
 
