@@ -15,12 +15,8 @@ measured and the date:
     h200-ragged                             tests/benchmarks/bench_ragged.py --queries
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
-    h200-ablated                            tests/benchmarks/bench_tune.py --ablate of commit
-                                            cbde1d86, which has this option; the same with
-                                            --batch 64 --q-heads 32 --kv-heads 8 --seq-len 8192
-                                            --format int4-g4 --format int8-g4, with --head-dim 80
-                                            --format int4, and with --head-dim 112 --format int8;
-                                            we joined the four by hand
+    h200-ablated                            tests/benchmarks/bench_ablated.py
+    h200-windows                            tests/benchmarks/bench_wide.py; we added the machine
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
     h200-peers, h200-int4-peers             tests/benchmarks/peers.py, with --project kvquant,
