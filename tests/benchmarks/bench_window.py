@@ -1,4 +1,4 @@
-"""KL of rows in vLLM's engine, beside that of QuantizedCache in transformers; a JSON for a model.
+"""KL of rows in vLLM's engine, beside that of QuantizedCache in transformers.
 
     python tests/benchmarks/bench_window.py FOLDER --format default --format int4-g4
 
@@ -14,8 +14,8 @@ QuantizedCache has vLLM's first page as its sinks. States are
     chunks          a prompt in chunks of 256 tokens
 
 On the CPU all but rows is in float32. On a GPU all is in bfloat16, vLLM's first model runner
-serves, and "16 bit" tells what rounding does. Each row of the JSON is written at once, and another
-call goes on. vLLM must be installed.
+serves, and "16 bit" tells what rounding does. Each row of results/vllm-kl.json is written at once,
+and another call, also for another model, goes on. vLLM must be installed.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def show(row: Row) -> None:
 @click.option("--passages", type=click.IntRange(2), default=6, show_default=True)
 @click.option("--first", type=COUNT, default=1000, show_default=True, help="Prompt's tokens.")
 @click.option("--new-tokens", type=COUNT, default=64, show_default=True)
-@click.option("--json", "json_file", type=NEW_FILE, help="In place of results/window-NAME.json.")
+@click.option("--json", "file", type=NEW_FILE, default=RESULTS / "vllm-kl.json")
 def main(
     model: Path,
     formats: tuple[str, ...],
@@ -257,14 +257,14 @@ def main(
     passages: int,
     first: int,
     new_tokens: int,
-    json_file: Path | None,
+    file: Path,
 ) -> None:
     """Measure the KL of vLLM and of transformers with the same rows."""
-    file = json_file or RESULTS / f"window-{model.name}.json"
-    rows = Rows(file, {"model": model.name, **machine()})
+    rows = Rows(file, machine())
     with TemporaryDirectory() as scratch:
         bench = Bench(model, passages, first, new_tokens, Path(scratch))
-        key: Row = {"passages": passages, "new_tokens": new_tokens, "dtype": str(DTYPE)}
+        key: Row = {"model": model.name, "dtype": str(DTYPE)}
+        key |= {"passages": passages, "new_tokens": new_tokens}
         key |= {"starts": list(bench.starts.values()), "text": hash_of(TEXT.read_text())}
         for recent, fmt, part in product(recents, formats or FORMATS, PARTS):
             one = {**key, "format": fmt, "recent_len": recent, "part": part}
