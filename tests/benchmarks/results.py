@@ -622,7 +622,6 @@ SERVED = {
     "kvquant": "kvquant `int4-g4`",
     "flash": "FLASH_ATTN (FlashAttention 3), bf16",
     "flash-fp8": "FLASH_ATTN, fp8",
-    "triton": "TRITON_ATTN, bf16",
 }
 
 
@@ -679,9 +678,8 @@ def windowed() -> list[str]:
     engines = read("vllm-window")["engines"]
     rates = {name: spread(one["decode"], "tokens_per_s") for name, one in engines.items()}
     return [
-        f"The default decodes {rates['default']} tokens a second without `recent_len` and "
+        f"the default decodes {rates['default']} tokens a second without `recent_len` and "
         f"{rates['default-window']} with it",
-        f"`int4-g4` decodes {rates['kvquant']} and {rates['kvquant-window']}",
     ]
 
 
