@@ -46,9 +46,10 @@ measured and the date:
     vllm-window                             the same with and without first pages and last tokens in
                                             16 bit, beside jobs on the machine's other GPU
     vllm-kl                                 tests/benchmarks/bench_window.py, a call for each model,
-                                            beside other jobs; smollm2-135m's by the draft of commit
-                                            19782fe0. We joined the calls, wrote model and commit by
-                                            hand, and took "seconds" out of the rows
+                                            beside other jobs, with kvquant of commit 5b164be3;
+                                            smollm2-135m's by a draft of the script. We joined the
+                                            calls, wrote model and commit by hand, and took
+                                            "seconds" out of the rows
     vllm-qwen2.5-coder-1.5b                 tests/benchmarks/vllm_models.py, four calls at a time
                                             and beside tests, of a working tree between the commit
                                             that we wrote by hand and 84d5bdc2, which has the
