@@ -47,9 +47,9 @@ measured and the date:
                                             16 bit, beside jobs on the machine's other GPU
     vllm-kl                                 tests/benchmarks/bench_window.py, a call for each model,
                                             beside other jobs, with kvquant of commit 5b164be3;
-                                            smollm2-135m's by a draft of the script. We joined the
-                                            calls, wrote model and commit by hand, and took
-                                            "seconds" out of the rows
+                                            smollm2-135m with the next change of engine/window.py.
+                                            We joined the calls, wrote model and commit by hand, and
+                                            took "seconds" out of the rows
     vllm-qwen2.5-coder-1.5b                 tests/benchmarks/vllm_models.py, four calls at a time
                                             and beside tests, of a working tree between the commit
                                             that we wrote by hand and 84d5bdc2, which has the
