@@ -13,7 +13,8 @@ last page has the ticket of a slot goes on in that slot. A ticket becomes invali
 sequence takes the slot. Sequences that share full pages have the same tokens up to the end of these
 pages: one of them keeps the slot, and the others take new ones. A prompt takes the slot that was
 used longest ago. The slot gets the 16-bit rows of older tokens from other slots that hold the same
-tokens, or else from packed rows, once the step's rows are written.
+tokens, or else from packed rows, once the step's rows are written. A fifth of the memory keeps the
+FIRST tokens of more first pages, those that were filled last: their slots may be gone.
 
 All of this is computed on the device, without a wait, from tensors that stay where they are, for
 CUDA graphs.
@@ -46,16 +47,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvquant")
 NONE = -1
 SHARE = 0.05  # of a device's memory that 16-bit rows may take
+FIRST = 16  # tokens of a first page that are kept without a slot; no page has fewer
 
 
 def slots_for(max_num_seqs: int, bytes_of_slot: int, device: torch.device) -> int:
-    """How many sequences have 16-bit rows; bytes_of_slot: of all layers."""
+    """Slots of 16-bit rows, with a fifth that keeps first tokens; bytes_of_slot: of all layers."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = max(min(max_num_seqs, int(SHARE * memory) // bytes_of_slot), 1)
-    _tell_slots(found, max_num_seqs, found * bytes_of_slot)
+    found = max(min(-(-max_num_seqs * 5 // 4), int(SHARE * memory) // bytes_of_slot), 1)
+    _tell_slots(found - found // 5, max_num_seqs, found * bytes_of_slot)
     return found
 
 
@@ -92,6 +94,10 @@ class Refill(NamedTuple):
     target: torch.Tensor
 
 
+Stored = tuple[torch.Tensor, ...] | None
+Found = tuple[Refill | None, dict[int, Seen], Stored]
+
+
 @dataclass
 class WindowStep:
     """Where the sequences of a step have 16-bit rows.
@@ -100,6 +106,7 @@ class WindowStep:
         block_table: [num_seqs, max_pages], int32: pages of the packed rows.
         packed_lens, exact_lens, starts, seq_slots: [num_seqs], int32: as of Segment.
         refill: of all prompts with a past; None if there are none.
+        stored: slots whose first tokens are kept, and the slots and rows that keep them; or None.
         seen: by a prompt's row of the block table: its tokens in refill, their positions (on the
             CPU), and whether the sequence has a slot.
     """
@@ -111,6 +118,7 @@ class WindowStep:
     seq_slots: torch.Tensor
     refill: Refill | None
     seen: dict[int, Seen]
+    stored: Stored
 
 
 class Window:
@@ -129,8 +137,13 @@ class Window:
         def full(*shape: int, dtype: torch.dtype = torch.int64, fill: int = NONE) -> torch.Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
-        self.split, self.num_slots, self.device = split, num_slots, torch.device(device)
+        self.split, self.room, self.device = split, num_slots, torch.device(device)
+        self.num_slots = num_slots = num_slots - num_slots // 5
         self.step: WindowStep | None = None
+        # first tokens: which page an entry is of, since which step; entries of pages; the next one
+        self.num_firsts = max((self.room - num_slots) * split.exact_len // FIRST - 1, 0)
+        self._stored, self._stored_at = full(self.num_firsts + 1), full(self.num_firsts + 1)
+        self._entry, self._turn = full(num_pages + 1), full(1, fill=0)
         # The last entry of tensors with one entry more takes what is written for sequences without
         # a slot or a first page. begin ignores its value.
         self._ticket_of_page, self._slot_of_first = full(num_pages), full(num_pages + 1)
@@ -171,7 +184,7 @@ class Window:
         np.cumsum(counts, out=starts[1:])
         self._check(batch, block_table, int(starts[-1]))
         given = block_table[:batch].int(), seq_lens.int(), self._sent(torch.from_numpy(starts))
-        found: tuple[Refill | None, dict[int, Seen]] = None, {}
+        found: Found = None, {}, None
         # one kernel in place of some 120, but for steps that read a prompt
         if pasts or not advance_window(*given, self._state, self._sizes):
             found = self._advance(*given, int(starts[-1]), pasts)
@@ -206,7 +219,7 @@ class Window:
         starts: torch.Tensor,
         tokens: int,
         pasts: dict[int, int],
-    ) -> tuple[Refill | None, dict[int, Seen]]:
+    ) -> Found:
         """Find the slots of sequences. starts: [batch + 1], int64, their first new tokens."""
         split, size, slots = self.split, self.split.page_size, self.num_slots
         now = self._now.add_(1)
@@ -241,7 +254,7 @@ class Window:
         holder = self._slot_of_first[first.clamp(min=0)]
         has_first = (holder >= 0) & (self._first[holder] == first) & (self._end[holder] >= size)
         has_first &= self._written[first.clamp(min=0)] < now
-        found: tuple[Refill | None, dict[int, Seen]] = None, {}
+        found: Found = None, {}, None
         has, takes = goes_on, torch.zeros_like(goes_on)
         if pasts:
             used = self._used.scatter(0, torch.where(goes_on, slot, slots), now.expand(batch))
@@ -253,12 +266,13 @@ class Window:
             oldest = used[:slots].argsort()
             slot = torch.where(takes, oldest[turn.clamp(0, slots - 1)], slot)
             has = goes_on | takes
+            kept, stored = self._store(first, past, lens, slot, has, [*pasts])
             sources = (
                 torch.where(has_first, holder, NONE),
                 torch.where(is_known, known, NONE),
-                end,
+                *(end, kept),
             )
-            found = self._refill(table, lens, pasts, slot, has, takes, *sources)
+            found = *self._refill(table, lens, pasts, slot, has, takes, *sources), stored
         ticket = torch.where(goes_on & (lag == 0), ticket, now * slots + slot)
 
         at = torch.where(has, slot, slots)
@@ -290,6 +304,35 @@ class Window:
         self._table[:batch, :width] = shifted
         return found
 
+    def _store(
+        self,
+        first: torch.Tensor,
+        past: torch.Tensor,
+        lens: torch.Tensor,
+        slot: torch.Tensor,
+        has: torch.Tensor,
+        prompts: list[int],
+    ) -> tuple[torch.Tensor, Stored]:
+        """The 16-bit slots that keep first tokens of sequences, or NONE; WindowStep.stored."""
+        if not self.num_firsts:
+            return torch.full_like(first, NONE), None
+        beyond, page = self.num_slots * self.split.exact_len, first.clamp(min=0)
+        entry = self._entry[page]
+        # nobody has written to the page since
+        is_kept = (self._stored[entry] == first) & (self._stored_at[entry] == self._written[page])
+        kept = torch.where((entry >= 0) & is_kept, beyond + entry * FIRST, NONE)
+        fills = has & (past < self.split.page_size) & (lens >= self.split.page_size)
+        rank = fills.cumsum(0)
+        fills &= rank <= self.num_firsts
+        entry = torch.where(fills, (self._turn + rank - 1) % self.num_firsts, self.num_firsts)
+        self._turn += fills.sum()
+        self._stored[entry], self._stored_at[entry] = first, self._now.expand(len(first))
+        self._entry[torch.where(fills, first, len(self._entry) - 1)] = entry
+        place = self._sent(torch.tensor(prompts))
+        rows = beyond + entry[place, None] * FIRST + torch.arange(FIRST, device=self.device)
+        exact_len = self.split.exact_len
+        return kept, (slot[place], rows // exact_len, rows % exact_len)
+
     def exact_slots(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The 16-bit slots of the step's tokens, with padding, and as many NONE."""
         return self._exact[:tokens], self._nowhere[:tokens]
@@ -305,6 +348,7 @@ class Window:
         holder: torch.Tensor,
         known: torch.Tensor,
         end: torch.Tensor,
+        first: torch.Tensor,
     ) -> tuple[Refill | None, dict[int, Seen]]:
         """What prompts with a past need: see WindowStep.
 
@@ -316,6 +360,7 @@ class Window:
             holder: a slot with the sequence's first page, or negative.
             known: a slot whose tokens are the sequence's up to its past, or negative.
             end: tokens of that slot.
+            first: 16-bit slots that keep the sequence's first tokens, or negative.
         """
         split, size, exact_len = self.split, self.split.page_size, self.split.exact_len
         seen: dict[int, Seen] = {}
@@ -336,7 +381,10 @@ class Window:
             other = torch.where(
                 in_ring, known[place], torch.where(position < size, holder[place], NONE)
             )
-            kept = torch.where(other >= 0, other * exact_len + row, NONE)
+            kept = torch.where(
+                (first[place] >= 0) & (position < FIRST), first[place] + position, NONE
+            )
+            kept = torch.where(other >= 0, other * exact_len + row, kept)
             source = torch.where(takes[place], kept, torch.where(has[place], own, NONE))
             stays = (position < size) | (position >= lens[place] - split.ring_len)
             packed = table[place, position // size] * size + position % size
@@ -353,7 +401,7 @@ class WindowRows:
 
     Attributes:
         window: its slots.
-        k_rows, v_rows: [num_slots, num_kv_heads, exact_len, row bytes], uint8.
+        k_rows, v_rows: [room of window, num_kv_heads, exact_len, row bytes], uint8.
         k_format, v_format: their formats, "bf16" or "fp16".
         seen: K and V of the tokens of the step's refill, in 16 bit, as they are stored.
     """
@@ -378,7 +426,7 @@ class WindowRows:
         room: for K and V, each [num_slots, num_kv_heads, bytes or more], uint8; None for new ones.
         """
         formats = [RowFormat.parse(exact_codec(dtype), fmt.head_dim) for fmt in layout[:2]]
-        tokens, shape = window.split.exact_len, (window.num_slots, layout.num_kv_heads)
+        tokens, shape = window.split.exact_len, (window.room, layout.num_kv_heads)
         rows = []
         for fmt, given in zip(formats, room or (None, None), strict=True):
             size = tokens * fmt.row_bytes
@@ -404,9 +452,22 @@ class WindowRows:
     ) -> None:
         """Copy past tokens into their slots. Call this after the append: another sequence may write
         one of their pages in this step."""
-        if self.window.step is None or self.window.step.refill is None:
-            return
-        packed, source, target = self.window.step.refill
+        step = self.window.step
+        if step is not None and step.refill is not None:
+            self._refill(step.refill, k_pages, v_pages, formats)
+        if step is not None and step.stored is not None:
+            slot, to, row = step.stored
+            for rows in (self.k_rows, self.v_rows):
+                rows[to, :, row] = rows[slot, :, :FIRST].transpose(1, 2)
+
+    def _refill(
+        self,
+        refill: Refill,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        formats: tuple[RowFormat, RowFormat],
+    ) -> None:
+        packed, source, target = refill
         for side, (pages, fmt) in enumerate(zip((k_pages, v_pages), formats, strict=True)):
             decoded = dequantize_pages(pages, fmt, packed, self.dtype)
             self.seen[side] = torch.where((source >= 0)[:, None, None], self.seen[side], decoded)

@@ -42,6 +42,11 @@ measured and the date:
                                             the four files by hand
     vllm-window                             the same with and without first pages and last tokens in
                                             16 bit, beside jobs on the machine's other GPU
+    vllm-kl                                 tests/benchmarks/bench_window.py, a call for each model,
+                                            beside other jobs, with kvquant of commit 5b164be3;
+                                            smollm2-135m with the next change of engine/window.py.
+                                            We joined the calls, wrote model and commit by hand, and
+                                            took "seconds" out of the rows
     vllm-qwen2.5-coder-1.5b                 tests/benchmarks/vllm_models.py, four calls at a time
                                             and beside tests, of a working tree between the commit
                                             that we wrote by hand and 84d5bdc2, which has the
@@ -198,6 +203,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/vllm/README.md": [
             *(room(), room("int4", "int4"), DEFAULT_ROOM),
             *(*served(), *answers_in_vllm(), *windowed(), served_by_ranks()),
+            windowed_kl(),
         ],
     }
 
@@ -253,6 +259,12 @@ WAYS = {
     "StaticCache, compiled": "`StaticCache`, compiled",
 }
 MS = {title: f"{{ms[{name}]:.1f}}" for name, title in WAYS.items()}
+STATES = {
+    "preempted": "after preemption",
+    "chunks": "chunks of 256",
+    "prefix hit": "prefix hit",
+    "slots taken": "no copy left",
+}
 # tables of pages: the file, the list of its rows, and a format string for each column
 TABLES: dict[str, tuple[str, str, dict[str, str]]] = {
     "heads of 512": (
@@ -634,7 +646,6 @@ SERVED = {
     "kvquant": "kvquant `int4-g4`",
     "flash": "FLASH_ATTN (FlashAttention 3), bf16",
     "flash-fp8": "FLASH_ATTN, fp8",
-    "triton": "TRITON_ATTN, bf16",
 }
 
 
@@ -691,10 +702,25 @@ def windowed() -> list[str]:
     engines = read("vllm-window")["engines"]
     rates = {name: spread(one["decode"], "tokens_per_s") for name, one in engines.items()}
     return [
-        f"The default decodes {rates['default']} tokens a second without `recent_len` and "
+        f"the default decodes {rates['default']} tokens a second without `recent_len` and "
         f"{rates['default-window']} with it",
-        f"`int4-g4` decodes {rates['kvquant']} and {rates['kvquant-window']}",
     ]
+
+
+def windowed_kl() -> str:
+    """KL in vLLM with 16-bit copies by QuantizedCache's: of the default and of int4-g4."""
+    models: dict[str, dict[str, dict[str, str]]] = {}
+    for row in read("vllm-kl")["rows"]:
+        of = models.setdefault(row["key"]["model"], {})
+        for state, ours in row["vllm"].items() if row["key"]["recent_len"] else ():
+            theirs = row["transformers"].get(state) or row["transformers"]["plain"]
+            ratio = statistics.mean(ours) / statistics.mean(theirs)
+            of.setdefault(state, {})[row["key"]["format"]] = f"{ratio:.2f}"
+    lines = []
+    for name, of in models.items():
+        cells = [[of[state].get(fmt, "-") for fmt in ("default", "int4-g4")] for state in STATES]
+        lines.append([name, *map(", ".join, cells)])
+    return table(["model", *STATES.values()], lines)
 
 
 def spread(runs: Sequence[Figures], key: str) -> str:

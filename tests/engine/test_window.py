@@ -238,6 +238,43 @@ def test_without_a_slot_sequences_attend_to_packed_rows() -> None:
     assert set(kinds(engine, 1, both[2])) == {"packed"}
 
 
+def serve(engine: Engine, tokens: list[int], prompt: int = 0) -> set[str]:
+    """Kinds of the first page's tokens after a sequence's last step."""
+    one = engine.start(tokens, prompt or len(tokens))
+    engine.step([one], [one.prompt - one.length])
+    while one.length < len(tokens):
+        engine.step([one], [1])
+    engine.stop(one)
+    return set(kinds(engine, 0, one)[:PAGE])
+
+
+def take_slots(engine: Engine, count: int) -> None:
+    """By prompts that fill no page."""
+    for seed in range(count):
+        serve(engine, tokens_of(10 + seed, PAGE - 1))
+
+
+def test_first_tokens_outlast_their_slot() -> None:
+    """They come back in 16 bit until other prompts have filled enough first pages."""
+    engine, tokens = Engine(64, 10), tokens_of(0, 60)
+    assert engine.window.num_slots == 8 and engine.window.num_firsts == 4
+    serve(engine, tokens)
+    take_slots(engine, 8)
+    assert serve(engine, tokens[:50]) == {"16"}
+    for seed in range(30, 38):
+        serve(engine, tokens_of(seed, PAGE + 1))
+    assert serve(engine, tokens[:50]) == {"refilled"}
+
+
+def test_first_tokens_do_not_outlast_their_page() -> None:
+    engine, other = Engine(12, 10), tokens_of(1, 20)
+    serve(engine, tokens_of(0, 20))
+    take_slots(engine, 9)
+    serve(engine, other, 10)  # it has the first one's pages, and fills the first by decoding
+    take_slots(engine, 8)
+    assert serve(engine, other) == {"refilled"}
+
+
 @pytest.mark.parametrize(
     ("batch", "pages", "tokens"), [(9, WIDTH, 9), (8, WIDTH + 1, 8), (8, WIDTH, 513)]
 )
@@ -257,7 +294,7 @@ def test_whatever_an_engine_does_no_row_is_another_ones(seed: int) -> None:
     """Prompts in chunks, shared prefixes, preemption, rejected drafts, and pages taken anew."""
     rng = random.Random(seed)
     drafts = (0, 3)[seed % 2]
-    engine = Engine(48, rng.choice([2, 4, 6]), drafts)
+    engine = Engine(48, rng.choice([2, 4, 10]), drafts)
     running: list[Sequence] = []
     waiting: list[Sequence] = []
     seen = dict.fromkeys(("16", "packed", "refilled", "wrong"), 0)
