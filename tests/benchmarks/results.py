@@ -32,8 +32,7 @@ measured and the date:
     zen4-decode                             kvquant bench --device cpu
     xeon-decode                             the same --format int4-g4 --format int8, on the GPU's
                                             host, with other jobs on its other cores
-    vllm-load, vllm-32                      tests/benchmarks/bench_vllm.py, with --part load and
-                                            --requests 100, and with --layers 32
+    vllm-32                                 tests/benchmarks/bench_vllm.py with --layers 32
     vllm-batches                            the same with --model and --part decode, two engines on
                                             each of two GPUs of one host; we joined the two files
     ranks                                   tests/benchmarks/bench_ranks.py
@@ -243,12 +242,6 @@ SENTENCES = {
         "{cases[0][ms][captured, compiled]:.2f} ms, and a compiled `QuantizedCache` "
         "{cases[0][ms][compiled]:.2f} ms ({gpu}, {day})",
     ),
-    "saturated": (
-        "vllm-load",
-        "FLASH_ATTN in bf16 answers {engines[flash][saturated][0][requests]} requests that come at "
-        "once in {engines[flash][saturated][0][seconds]:.1f} s, which is "
-        "{engines[flash][saturated][0][requests_per_s]:.1f} a second",
-    ),
     "vllm-32": ("vllm-32", ENGINES),
 }
 WAYS = {
@@ -455,24 +448,25 @@ def ragged_queries() -> str:
 
 
 def ablated() -> str:
-    """How many times as long the decode kernel takes without each technique, in a row; and, where
-    ncu counted, the accesses to shared memory that bank conflicts repeat, with padding or not."""
+    """How many times as long the decode kernel takes without each technique, in a row, by shape;
+    and the accesses to shared memory that bank conflicts repeat, with padding and without."""
     titles = "unrolled loads", "V prefetch", "padded shared memory", "lazy rescale"
-    found: dict[str, dict[str, Figures]] = {}
+    found: dict[str, dict[str, list[Figures]]] = {}
     for one in read("h200-ablated")["kernels"]:
-        shape = f"{one['batch']} x {one['num_q_heads']}:{one['num_kv_heads']} x {one['seq_len']:,}"
-        case = f"`{one['name']}`, head_dim {one['head_dim']}, {shape}"
-        found.setdefault(case, {})[one["kernel"]] = one
+        of_rows = found.setdefault(f"`{one['name']}`, head_dim {one['head_dim']}", {})
+        of_rows.setdefault(one["kernel"], []).append(one)
     rows = []
     for case, kernels in found.items():
-        whole = kernels["all techniques"]
-        without = [kernels.get(f"without {name}") for name in titles]
-        us = whole["in_a_row_us"]
-        rows.append([case, *(f"{one['in_a_row_us'] / us:.2f}" if one else "-" for one in without)])
-        if "counted" in whole:
-            rows[-1] += [conflicts(one) if one else "-" for one in (whole, without[2])]
-    heads = ["rows and shape", *(f"without {name}" for name in titles)]
-    return table([*heads, "conflicts", "conflicts without padding"][: len(rows[0])], rows)
+        whole, without = kernels["all techniques"], [kernels.get(f"without {x}") for x in titles]
+        us = [one["in_a_row_us"] for one in whole]
+        cells = [
+            ", ".join(f"{one['in_a_row_us'] / x:.2f}" for one, x in zip(some or (), us)) or "-"
+            for some in without
+        ]
+        of_banks = [conflicts(some[0]) if some else "-" for some in (whole, without[2])]
+        rows.append([case, *cells, *of_banks])
+    heads = ["rows", *(f"without {name}" for name in titles)]
+    return table([*heads, "conflicts", "conflicts without padding"], rows)
 
 
 def conflicts(kernel: Figures) -> str:
@@ -650,17 +644,13 @@ SERVED = {
 
 
 def served() -> list[str]:
-    """Engines of vLLM with equal batch, in equal memory and under load."""
-    return [
-        batches(),
-        *(said("vllm-32"), throughput(read("vllm-32"))),
-        *(said("saturated"), under_load(read("vllm-load"))),
-    ]
+    """Engines of vLLM with equal batch, and in equal memory."""
+    return [batches(), said("vllm-32"), throughput(read("vllm-32"))]
 
 
 def rate_of(engine: Figures, batch: int, key: str = "tokens_per_s") -> float:
     """The median of an engine's rounds with so many sequences."""
-    return statistics.median(one[key] for one in engine["decode"] if one["batch"] == batch)
+    return float(statistics.median(one[key] for one in engine["decode"] if one["batch"] == batch))
 
 
 def batches() -> str:
@@ -744,21 +734,6 @@ def throughput(figures: Figures) -> str:
     batch = figures["settings"]["batch"]
     titles = ["engine", f"{batch} sequences: tokens/s", "prompts: tokens/s"]
     return table([*titles, "sequences in equal memory", "tokens/s"], rows)
-
-
-def under_load(figures: Figures) -> str:
-    """Waiting times at the greatest rate of arrivals."""
-    rows = []
-    for name, title in SERVED.items():
-        runs = figures["engines"].get(name, {}).get("load")
-        if not runs:
-            continue
-        most = max(run["share"] for run in runs)
-        same = [run for run in runs if run["share"] == most]
-        keys = ["first_token_ms_p50", "first_token_ms_p99", "between_ms_p50", "between_ms_p99"]
-        rows.append([title, *(spread(same, key) for key in keys)])
-    titles = ["engine", "first token, ms: p50", "p99"]
-    return table([*titles, "between tokens, ms: p50", "p99"], rows)
 
 
 SGLANG = {  # rows and pages, by the names of sglang_compared.py
