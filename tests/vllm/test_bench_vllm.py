@@ -67,7 +67,7 @@ def test_an_engine_with_a_window_is_as_near_to_16_bit_as_a_cache_of_transformers
         found["default", "chunks"],
     )
     for kl in (*exact["vllm"].values(), *exact["apart"].values()):
-        assert max(kl) < 1e-8, exact  # both predict the same tokens, and preemption changes none
+        assert max(kl) < 1e-6, exact  # both predict the same tokens, and preemption changes none
     assert exact["preemptions"] == turns["preemptions"] == 2
     assert turns["hits"]["prefix hit"] > 0.8 and not turns["hits"]["plain"]
     for row in (turns, chunks):
