@@ -328,7 +328,7 @@ class Window:
         self._turn += fills.sum()
         self._stored[entry], self._stored_at[entry] = first, self._now.expand(len(first))
         self._entry[torch.where(fills, first, len(self._entry) - 1)] = entry
-        place = self._sent(torch.tensor(prompts))
+        place = self._sent(torch.tensor(prompts, device="cpu"))
         rows = beyond + entry[place, None] * FIRST + torch.arange(FIRST, device=self.device)
         exact_len = self.split.exact_len
         return kept, (slot[place], rows // exact_len, rows % exact_len)
