@@ -460,7 +460,9 @@ def ablated() -> str:
         whole, without = kernels["all techniques"], [kernels.get(f"without {x}") for x in titles]
         us = [one["in_a_row_us"] for one in whole]
         cells = [
-            ", ".join(f"{one['in_a_row_us'] / x:.2f}" for one, x in zip(some or (), us)) or "-"
+            ", ".join(f"{one['in_a_row_us'] / x:.2f}" for one, x in zip(some, us, strict=True))
+            if some
+            else "-"
             for some in without
         ]
         of_banks = [conflicts(some[0]) if some else "-" for some in (whole, without[2])]
