@@ -49,7 +49,7 @@ def make_feed_second(spec):
 
     if path is None:
         return feed_nothing
-    find_rows, ALIKE = make_find_rows(spec, path), path.k_format.codec == path.v_format.codec
+    find_rows, ALIKE = make_find_rows(spec, path), path.k_format == path.v_format
     ALIKE = ALIKE and spec.first.k_format == spec.first.v_format
     feed_k = make_feed_exact(spec, path.k_format, spec.first.k_format)
     feed_v = make_feed_exact(spec, path.v_format, spec.first.v_format)
