@@ -326,6 +326,8 @@ def folder_of(source: str, load_format: str, *of_hub: Any) -> str | None:
     """
     from ..hf.models.loading import folder_here
 
+    if load_format not in ("auto", "hf", "safetensors"):  # others do not read the hub's files
+        of_hub = of_hub[:2]
     return None if load_format == "dummy" else folder_here(source, *of_hub)
 
 

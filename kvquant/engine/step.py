@@ -144,6 +144,9 @@ def begin_window(window: Window, new: NewTokens, step: Step) -> None:
     if new.prefilling is not None:  # engines leave the padding of a graph out
         prefilling = new.prefilling.numpy()[decodes]
         asking[: len(prefilling)] |= prefilling
+    if not step.chunks and step.q_lens is None:
+        # an engine may replay a graph of such a step: that refills no slot from older tokens
+        asking &= (lens == counts)[decodes]
     pasts |= {int(i): int(lens[i] - counts[i]) for i in asking.nonzero()[0] if counts[i]}
     window.begin(new.block_table, new.seq_lens, counts, pasts)
 

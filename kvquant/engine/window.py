@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvquant")
 NONE = -1
 SHARE = 0.05  # of a device's memory that 16-bit rows may take
-FIRST = 16  # tokens of a first page that are kept without a slot; no page has fewer
+FIRST = 16  # tokens of a first page that are kept without a slot, if the page has as many
 
 
 def slots_for(max_num_seqs: int, bytes_of_slot: int, device: torch.device) -> int:
@@ -141,7 +141,8 @@ class Window:
         self.num_slots = num_slots = num_slots - num_slots // 5
         self.step: WindowStep | None = None
         # first tokens: which page an entry is of, since which step; entries of pages; the next one
-        self.num_firsts = max((self.room - num_slots) * split.exact_len // FIRST - 1, 0)
+        self.first_len = min(FIRST, split.page_size)
+        self.num_firsts = max((self.room - num_slots) * split.exact_len // self.first_len - 1, 0)
         self._stored, self._stored_at = full(self.num_firsts + 1), full(self.num_firsts + 1)
         self._entry, self._turn = full(num_pages + 1), full(1, fill=0)
         # The last entry of tensors with one entry more takes what is written for sequences without
@@ -260,13 +261,14 @@ class Window:
             used = self._used.scatter(0, torch.where(goes_on, slot, slots), now.expand(batch))
             reads = torch.zeros(batch, dtype=torch.bool, device="cpu")
             reads[list(pasts)] = True
-            wanted = self._sent(reads) & ~goes_on & (new > 0)
+            reads = self._sent(reads)
+            wanted = reads & ~goes_on & (new > 0)
             turn = wanted.cumsum(0) - 1
             takes = wanted & (turn < slots - goes_on.sum())
             oldest = used[:slots].argsort()
             slot = torch.where(takes, oldest[turn.clamp(0, slots - 1)], slot)
             has = goes_on | takes
-            kept, stored = self._store(first, past, lens, slot, has, [*pasts])
+            kept, stored = self._store(first, past, lens, slot, has & reads, [*pasts])
             sources = (
                 torch.where(has_first, holder, NONE),
                 torch.where(is_known, known, NONE),
@@ -310,18 +312,21 @@ class Window:
         past: torch.Tensor,
         lens: torch.Tensor,
         slot: torch.Tensor,
-        has: torch.Tensor,
+        fills: torch.Tensor,
         prompts: list[int],
     ) -> tuple[torch.Tensor, Stored]:
-        """The 16-bit slots that keep first tokens of sequences, or NONE; WindowStep.stored."""
+        """The 16-bit slots that keep first tokens of sequences, or NONE; WindowStep.stored.
+
+        fills: which sequences are among the prompts, and have slots.
+        """
         if not self.num_firsts:
             return torch.full_like(first, NONE), None
         beyond, page = self.num_slots * self.split.exact_len, first.clamp(min=0)
         entry = self._entry[page]
         # nobody has written to the page since
         is_kept = (self._stored[entry] == first) & (self._stored_at[entry] == self._written[page])
-        kept = torch.where((entry >= 0) & is_kept, beyond + entry * FIRST, NONE)
-        fills = has & (past < self.split.page_size) & (lens >= self.split.page_size)
+        kept = torch.where((entry >= 0) & is_kept, beyond + entry * self.first_len, NONE)
+        fills = fills & (past < self.split.page_size) & (lens >= self.split.page_size)
         rank = fills.cumsum(0)
         fills &= rank <= self.num_firsts
         entry = torch.where(fills, (self._turn + rank - 1) % self.num_firsts, self.num_firsts)
@@ -329,7 +334,8 @@ class Window:
         self._stored[entry], self._stored_at[entry] = first, self._now.expand(len(first))
         self._entry[torch.where(fills, first, len(self._entry) - 1)] = entry
         place = self._sent(torch.tensor(prompts, device="cpu"))
-        rows = beyond + entry[place, None] * FIRST + torch.arange(FIRST, device=self.device)
+        token = torch.arange(self.first_len, device=self.device)
+        rows = beyond + entry[place, None] * self.first_len + token
         exact_len = self.split.exact_len
         return kept, (slot[place], rows // exact_len, rows % exact_len)
 
@@ -381,9 +387,8 @@ class Window:
             other = torch.where(
                 in_ring, known[place], torch.where(position < size, holder[place], NONE)
             )
-            kept = torch.where(
-                (first[place] >= 0) & (position < FIRST), first[place] + position, NONE
-            )
+            is_first = (first[place] >= 0) & (position < self.first_len)
+            kept = torch.where(is_first, first[place] + position, NONE)
             kept = torch.where(other >= 0, other * exact_len + row, kept)
             source = torch.where(takes[place], kept, torch.where(has[place], own, NONE))
             stays = (position < size) | (position >= lens[place] - split.ring_len)
@@ -458,7 +463,7 @@ class WindowRows:
         if step is not None and step.stored is not None:
             slot, to, row = step.stored
             for rows in (self.k_rows, self.v_rows):
-                rows[to, :, row] = rows[slot, :, :FIRST].transpose(1, 2)
+                rows[to, :, row] = rows[slot, :, : self.window.first_len].transpose(1, 2)
 
     def _refill(
         self,

@@ -60,7 +60,8 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     if NAME in backends_of(server_args):
         asked = with_kept_plan(given(), server_args.model_path)
         os.environ[VARIABLE] = json.dumps(asked)
-        accuracy_of(Settings.parse(asked, VARIABLE), lambda: weights_of(server_args, True))
+        made = Settings.parse(asked, VARIABLE)
+        accuracy_of(made, lambda: weights_of(server_args, not made.accept_loss))
 
     def counted(view: Any) -> tuple[str, ...]:
         return tuple("triton" if name == NAME else name for name in backends_of(view))
@@ -137,8 +138,8 @@ def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **mo
     )
     full = _bytes_of_head(info.full_attention_layer_ids, *dims, page_size)
     window = _bytes_of_head(info.swa_attention_layer_ids, *of_windows, page_size)
-    sizes._full_per_token = model.get_num_kv_heads(ranks) * full
-    sizes._swa_per_token = model.get_swa_num_kv_heads(ranks) * window
+    sizes._full_per_token = round(model.get_num_kv_heads(ranks) * full)
+    sizes._swa_per_token = round(model.get_swa_num_kv_heads(ranks) * window)
     sizes._recompute_cell_size()
 
 

@@ -97,7 +97,8 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
             backend = backend_of(KVQuantBackend, name, request)
             if config.model_config is not None and not is_draft():
                 # before weights are loaded
-                accuracy_of(backend.settings, lambda: weights_of(config, True))
+                made = backend.settings
+                accuracy_of(made, lambda: weights_of(config, not made.accept_loss))
             return backend
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which
             _check_choice(name, config.attention_config)

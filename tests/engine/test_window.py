@@ -187,7 +187,7 @@ def test_a_prefix_brings_its_first_page_in_16_bit() -> None:
     engine, tokens = Engine(64, 4), tokens_of(0, 81)
     first = engine.start(tokens, 80)
     engine.step([first], [80])
-    for end in (70, 65):
+    for end in (70, 66):
         one = engine.start(tokens[:end], end)
         assert one.length == 64
         engine.step([one], [end - 64])
@@ -273,6 +273,48 @@ def test_first_tokens_do_not_outlast_their_page() -> None:
     serve(engine, other, 10)  # it has the first one's pages, and fills the first by decoding
     take_slots(engine, 8)
     assert serve(engine, other) == {"refilled"}
+
+
+def test_first_tokens_that_a_decoding_sequence_completes_are_not_kept() -> None:
+    """Beside a prompt, which keeps its own."""
+    engine, tokens = Engine(64, 10), tokens_of(0, 60)
+    one, other = engine.start(tokens, 10), engine.start(tokens_of(1, 40), 40)
+    engine.step([one], [10])
+    for _ in range(PAGE - 11):
+        engine.step([one], [1])
+    engine.step([one, other], [1, 40])
+    for sequence in (one, other):
+        engine.stop(sequence)
+    take_slots(engine, 8)
+    assert serve(engine, tokens[:50]) == {"refilled"}
+    take_slots(engine, 8)
+    assert serve(engine, tokens_of(1, 40)) == {"16"}
+
+
+def test_a_step_that_a_graph_may_replay_refills_no_slot() -> None:
+    """All sequences have one token, one of them the last one of a prompt behind a prefix."""
+    engine, tokens = Engine(64, 4), tokens_of(0, 81)
+    first = engine.start(tokens, 80)
+    engine.step([first], [80])
+    one = engine.start(tokens[:65], 65)
+    engine.step([first, one], [1, 1])
+    assert engine.window.step is not None and engine.window.step.refill is None
+    assert kinds(engine, 0, first) == of_window(81) and set(kinds(engine, 1, one)) == {"packed"}
+
+
+@pytest.mark.parametrize("page", [4, 8])
+def test_small_pages_keep_as_many_first_tokens_as_they_have(page: int) -> None:
+    window = Window(Split(page, page, page), 10, 8, 8, 64, WIDTH, "cpu")
+    layout = Settings("int4-g4", "int4-g4").layout(HEADS, DIM, DIM)
+    rows = WindowRows.of(window, layout, torch.bfloat16)
+    pages = torch.zeros(8, HEADS, page, layout.token_bytes, dtype=torch.uint8)
+    views, lens = layout.views(pages), torch.tensor([page], dtype=torch.int32)
+    window.begin(torch.ones(1, WIDTH, dtype=torch.int32), lens, [page], {0: 0})
+    rows.k_rows[0] = 7  # the slot that the prompt takes
+    rows.refill(*views, layout[:2])
+    kept = rows.k_rows[window.num_slots :] == 7
+    assert window.step is not None and int(window.step.seq_slots[0]) == 0
+    assert int(kept.all(-1).sum()) == HEADS * page
 
 
 @pytest.mark.parametrize(
