@@ -7,6 +7,7 @@ kvquant wraps three methods by SGLang's own hooks; with other backends they do w
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -138,8 +139,8 @@ def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **mo
     )
     full = _bytes_of_head(info.full_attention_layer_ids, *dims, page_size)
     window = _bytes_of_head(info.swa_attention_layer_ids, *of_windows, page_size)
-    sizes._full_per_token = round(model.get_num_kv_heads(ranks) * full)
-    sizes._swa_per_token = round(model.get_swa_num_kv_heads(ranks) * window)
+    sizes._full_per_token = math.ceil(model.get_num_kv_heads(ranks) * full)
+    sizes._swa_per_token = math.ceil(model.get_swa_num_kv_heads(ranks) * window)
     sizes._recompute_cell_size()
 
 
