@@ -8,8 +8,8 @@ stands for the graph.
 from __future__ import annotations
 
 import json
-import os
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
