@@ -331,7 +331,7 @@ def folder_of(source: str, load_format: str, *of_hub: Any) -> str | None:
     return None if load_format == "dummy" else folder_here(source, *of_hub)
 
 
-def accuracy_of(settings: Settings, folder_of: Callable[[], str | None]) -> str:
+def accuracy_of(settings: Settings, weights_of: Callable[[bool], str | None]) -> str:
     """What speaks against K rows of few bits without a plan, by the model's probe; "" for nothing.
 
     If no figure is kept `kvquant check` makes one, once. Engines ask before they load the model,
@@ -339,8 +339,8 @@ def accuracy_of(settings: Settings, folder_of: Callable[[], str | None]) -> str:
 
     Args:
         settings: of the user.
-        folder_of: gives the folder of the weights. Before the engine loads the model it downloads
-            them, because later the GPU has no room for a probe.
+        weights_of: gives the folder of the weights. Its argument says whether to download them for
+            a probe: before the engine loads the model, because later the GPU has no room for it.
 
     Raises:
         AccuracyError: these rows ruin the model's texts, and the user has not accepted that.
@@ -353,7 +353,8 @@ def accuracy_of(settings: Settings, folder_of: Callable[[], str | None]) -> str:
     rows = f"K rows of {k_format} without a plan"
     ways = 'To keep the answers, give "plan": "auto", or "k_format": "int8"'
     try:
-        figure = _figure(folder_of(), k_format, settings.accept_loss)
+        accepts = settings.accept_loss  # then no probe is made
+        figure = _figure(weights_of(not accepts), k_format, accepts)
     except (KVQuantError, OSError, ValueError) as error:
         return f"{rows} ruin some models, and this one was not probed: {error}. {ways}"
     found = f"{rows}, in this model, {loss_of(figure)}. {ways}"
@@ -516,7 +517,7 @@ def tell_settings(settings: Settings | LatentSettings, folder: str | None, room:
     plan was made for other weights.
     """
     log.info("kvquant: %s: %s", settings, room)
-    if isinstance(settings, Settings) and (told := accuracy_of(settings, lambda: folder)):
+    if isinstance(settings, Settings) and (told := accuracy_of(settings, lambda _: folder)):
         log.warning("kvquant: %s", told)
     if "int2" in str(settings) and not getattr(settings, "recent_len", 0):
         log.warning(

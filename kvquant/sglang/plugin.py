@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..engine.hooks import check_further, check_version, hook
@@ -61,8 +62,7 @@ def _admit(server_args: Any, previous: Callable[[Any], None]) -> None:
     if NAME in backends_of(server_args):
         asked = with_kept_plan(given(), server_args.model_path)
         os.environ[VARIABLE] = json.dumps(asked)
-        made = Settings.parse(asked, VARIABLE)
-        accuracy_of(made, lambda: weights_of(server_args, not made.accept_loss))
+        accuracy_of(Settings.parse(asked, VARIABLE), partial(weights_of, server_args))
 
     def counted(view: Any) -> tuple[str, ...]:
         return tuple("triton" if name == NAME else name for name in backends_of(view))

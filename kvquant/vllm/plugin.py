@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,8 +98,7 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
             backend = backend_of(KVQuantBackend, name, request)
             if config.model_config is not None and not is_draft():
                 # before weights are loaded
-                made = backend.settings
-                accuracy_of(made, lambda: weights_of(config, not made.accept_loss))
+                accuracy_of(backend.settings, partial(weights_of, config))
             return backend
         if not is_draft():  # a draft model may have another backend: StepBuilder tells which
             _check_choice(name, config.attention_config)

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_cpu_step.py FOLDER --json FILE
 
-Both run in transformers, eagerly, one sequence, on --threads threads. Of each dtype and length the
-script reads a prompt of random tokens, and first compares logits of a step with those of the
+Both run in transformers, eagerly, one sequence, on --threads threads. For each dtype and length the
+script reads a prompt of random tokens, and first compares the logits of a step with those of the
 16-bit cache. Then it times steps of both caches in turn, in --rounds rounds, and keeps the least
 and the median of a round's steps. Run it alone on the machine.
 """

@@ -173,7 +173,7 @@ def test_the_divergence_is_that_of_weights() -> None:
 
 
 def accuracy_of(asked: Settings, folder: str | None) -> str:
-    return settings.accuracy_of(asked, lambda: folder)
+    return settings.accuracy_of(asked, lambda _: folder)
 
 
 @pytest.fixture
@@ -273,6 +273,10 @@ def test_random_and_absent_weights_are_not_probed(
     }
     told = accuracy_of(Settings("int4", None), None)
     assert "not probed: its weights are random, or in no folder here" in told and not started
+    for accepts in (False, True):  # without a probe there is nothing to download for
+        find = mock.Mock(return_value=None)
+        settings.accuracy_of(Settings("int4", None, accept_loss=accepts), find)
+        find.assert_called_once_with(not accepts)
 
 
 def test_the_command_keeps_a_figure(folder: Path, tmp_path: Path) -> None:

@@ -689,7 +689,7 @@ def test_what_sglang_lists_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         plugin, "with_kept_plan", lambda given, source: given | {"k_format": source}
     )
-    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, of: judged.append((asked, of())))
+    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, of: judged.append((asked, of(True))))
     monkeypatch.setattr(plugin, "weights_of", lambda *given: given)
     monkeypatch.setenv(environment.VARIABLE, '{"prompts": "rows"}')
     for name in ("fa3", "kvquant"):

@@ -83,7 +83,7 @@ def test_weights_are_downloaded_for_the_probe(monkeypatch: pytest.MonkeyPatch) -
     from kvquant.vllm import backend
 
     judged: list[Any] = []
-    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, of: judged.append(of()))
+    monkeypatch.setattr(plugin, "accuracy_of", lambda asked, of: judged.append(of(True)))
     monkeypatch.setattr(backend, "weights_of", lambda *given: given)
     with current(attention_config=AttentionConfig(backend=entry("CUSTOM"))) as config:
         config.model_config = SimpleNamespace(use_mla=False, model="owner/name")
