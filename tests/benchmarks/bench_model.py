@@ -1,12 +1,13 @@
 """Milliseconds of a decode step of a whole model, beside transformers' own caches.
 
 Run by hand on a GPU: python tests/benchmarks/bench_model.py. A Llama of random weights, as wide as
-one of 8B, BF16. Logits behind a prompt are compared first. Then caches are filled with random keys
-and values, and a step of each kind is timed, medians of --rounds loops, in turn. --json keeps the
-figures, --picture draws them; --from FILE --picture FILE, those of a file, without a GPU. --memory
-prints in place of times how many sequences fit beside the model, and the peak of reading a prompt.
---latent measures layers of DeepSeek V3, without experts, in place of Llama's. With --latent give
---layers 8 or fewer, and a --format of latent rows.
+one of 8B, BF16; with --model FOLDER that model, by the default cache and by one with its plan.
+Logits behind a prompt are compared first. Then caches are filled with random keys and values, and a
+step of each kind is timed, medians of --rounds loops, in turn. --json keeps the figures, --picture
+draws them; --from FILE --picture FILE, those of a file, without a GPU. --memory prints in place of
+times how many sequences fit beside the model, and the peak of reading a prompt. --latent measures
+layers of DeepSeek V3, without experts, in place of Llama's. With --latent give --layers 8 or fewer,
+and a --format of latent rows.
 
     captured        CapturedStep: one CUDA graph
     captured, compiled    the same with compile=True
@@ -27,7 +28,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ DRAWN = {  # what the picture shows, and its colours
 }
 GREY = "#808890"  # readable on light and on dark pages
 Step = Callable[[], Any]
+Maker = Callable[[int, int], Any]  # of a cache for so many sequences of so many tokens
 Figures = dict[str, Any]
 
 
@@ -92,9 +94,8 @@ def their_shapes(model: CachedModel) -> list[tuple[int, int]]:
     return [(x.shape[1], x.shape[3]) for x in (cache.layers[0].keys, cache.layers[0].values)]
 
 
-def filled_ours(model: CachedModel, batch: int, tokens: int, fmt: str) -> Any:
-    """A KVCache with room for more."""
-    cache = new_cache(model, batch, tokens + 256, fmt)
+def filled_ours(cache: Any, model: CachedModel, batch: int, tokens: int) -> Any:
+    """A cache of ours."""
     for layer in range(cache.num_layers):
         for start in range(0, tokens, 4096):
             rows = random_rows(our_shapes(model), batch, min(4096, tokens - start))
@@ -133,7 +134,7 @@ def busy_times(step: Step) -> dict[str, float]:
     return dict(found.most_common())
 
 
-def check_logits(model: CachedModel, fmt: str) -> None:
+def check_logits(model: CachedModel, makers: Mapping[str, Maker]) -> None:
     """Print how far logits of a captured step are from those of a DynamicCache, beside how far
     transformers' own two ways to compute attention are from one another."""
     tokens = torch.randint(model.config.vocab_size, (2, 601), device="cuda")
@@ -142,8 +143,9 @@ def check_logits(model: CachedModel, fmt: str) -> None:
     with torch.no_grad():
         noise = relative_error(model.model(tokens, logits_to_keep=1).logits[:, -1], wanted)
     print(f"logits of transformers' eager attention and of its SDPA: {noise:.1e}")
-    for name in ("bf16", fmt):
-        cache = new_cache(model, 2, 1024, name)
+    exact: dict[str, Maker] = {"bf16 rows": partial(new_cache, model, fmt="bf16")}
+    for name, make in {**exact, **makers}.items():
+        cache = make(2, 1024)
         model.prefill(cache, tokens[:, :-1])
         for kind, compile in (("captured", False), ("captured, compiled", True)):
             step = CapturedStep(model, cache, compile=compile)
@@ -151,14 +153,14 @@ def check_logits(model: CachedModel, fmt: str) -> None:
             cache.check()
             cache.crop(600)
             error = relative_error(found, wanted)
-            assert error < (2 * noise if name == "bf16" else 1.0), error
-            print(f"logits after a prompt and a step, {kind}, {name} rows: {error:.1e}", flush=True)
+            assert error < (2 * noise if name in exact else 1.0), error
+            print(f"logits after a prompt and a step, {kind}, {name}: {error:.1e}", flush=True)
     torch.compiler.reset()
 
 
-def our_steps(model: CachedModel, batch: int, tokens: int, fmt: str) -> dict[str, Step]:
+def our_steps(model: CachedModel, batch: int, tokens: int, make: Maker) -> dict[str, Step]:
     """The ways with one cache, each from the same length on."""
-    cache = filled_ours(model, batch, tokens, fmt)
+    cache = filled_ours(make(batch, tokens + 256), model, batch, tokens)
     token = torch.zeros(batch, dtype=torch.int64, device="cuda")
 
     def calling(forward: Any) -> Step:
@@ -260,6 +262,7 @@ def draw(figures: Figures, path: Path) -> None:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--from", "kept", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path))
 @click.option("--layers", default=32, show_default=True)
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32), show_default=True)
 @click.option("--tokens", multiple=True, type=int, default=(4096, 32768, 131072), show_default=True)
@@ -289,6 +292,7 @@ def measure_memory(
 
 
 def measure(
+    folder: Path | None,
     layers: int,
     batches: tuple[int, ...],
     tokens: tuple[int, ...],
@@ -300,30 +304,39 @@ def measure(
 ) -> Figures:
     """Measure, print, and keep what has been measured in the file after each case."""
     print(torch.cuda.get_device_name(), "torch", torch.__version__, transformers.__version__)
-    model = made_model(layers, max(tokens) + 1024, latent=latent)
-    check_logits(model, fmt)
+    if folder is None:
+        model = made_model(layers, max(tokens) + 1024, latent=latent)
+        makers: dict[str, Maker] = {"": partial(new_cache, model, fmt=fmt)}
+    else:
+        model = CachedModel.from_pretrained(folder, device="cuda", dtype=torch.bfloat16)
+        layers, fmt = model.config.num_hidden_layers, "default"
+        makers = {"": model.new_cache, ", plan": partial(model.new_cache, plan="auto")}
+    check_logits(model, makers)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     figures: Figures = {"gpu": torch.cuda.get_device_name(), **versions, "cases": []}
-    figures |= {"model": model.config.model_type, "layers": layers, "format": fmt}
+    name = model.config.model_type if folder is None else folder.name
+    figures |= {"model": name, "layers": layers, "format": fmt}
     for batch in batches:
         for count in tokens:
             print(f"batch {batch}, {count} tokens, {layers} layers", flush=True)
             times: dict[str, float | None] = {}
-            model.model.set_attn_implementation("kvquant")
-            steps = our_steps(model, batch, count, fmt)
-            shares = busy_times(steps["eager"])
-            times["kernels"] = sum(shares.values())
-            for name, step in steps.items():
-                take_time(step)
-                times[name] = statistics.median(take_time(step) for _ in range(rounds))
-            del steps, step
-            torch.compiler.reset()
+            case: dict[str, Any] = {"batch": batch, "tokens": count, "ms": times}
+            for kind, make in makers.items():
+                model.model.set_attn_implementation("kvquant")
+                steps = our_steps(model, batch, count, make)
+                shares = case[f"kernels{kind}"] = busy_times(steps["eager"])
+                times[f"kernels{kind}"] = sum(shares.values())
+                for name, step in steps.items():
+                    take_time(step)
+                    times[name + kind] = statistics.median(take_time(step) for _ in range(rounds))
+                del steps, step
+                torch.compiler.reset()
             model.model.set_attn_implementation("sdpa")
-            makers = their_steps(model, batch, count, count <= 32768) if theirs else {}
-            for name, make in makers.items():
+            others = their_steps(model, batch, count, count <= 32768) if theirs else {}
+            for name, made in others.items():
                 torch.cuda.empty_cache()
                 try:
-                    step = make()
+                    step = made()
                     take_time(step)  # compiles
                     times[name] = statistics.median(take_time(step) for _ in range(rounds))
                     del step
@@ -336,9 +349,8 @@ def measure(
                 else:
                     ratio = taken / (times["captured"] or 1)
                     print(f"    {name:24} {taken:9.2f} ms {ratio:7.2f}x of captured", flush=True)
-            for name, taken in list(shares.items())[:SHOWN]:
+            for name, taken in list(case["kernels"].items())[:SHOWN]:
                 print(f"        {name[:60]:60} {taken:9.3f} ms", flush=True)
-            case = {"batch": batch, "tokens": count, "ms": times, "kernels": shares}
             figures["cases"].append(case)
             if json_file is not None:
                 json_file.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,21 +1,23 @@
-"""Many columns with the window of a default cache, on a Hopper GPU: the kernel for wide groups.
+"""Attention with the 16-bit window of a cache, on a GPU: many columns, and the default formats.
 
-Run by hand: python tests/benchmarks/bench_wide.py --json FILE. 64 sequences of 8,192 packed tokens,
-int4-g4, and a window of 132 more in bfloat16: 4 sinks and a ring. Outputs are compared with the
+Run by hand: python tests/benchmarks/bench_wide.py --json FILE. Sequences of 8,192 packed tokens,
+and a window of 132 more in bfloat16: 4 sinks and a ring. 64 of int4-g4, whose many columns take the
+kernel for wide groups of Hopper; 64 and 512 of the default formats. Outputs are compared with the
 float64 reference first. Times are microseconds of calls in a row:
 
     packed, window    without the window, with it
-    old               with it, by the kernel for all columns
+    old               many columns with it, by the kernel for all columns
     torch             the fastest of torch's attention on as many 16-bit tokens, without a mask
+    peak              bytes of all rows, divided by the window's time and the peak bandwidth
 
 --variants times other blocks, other splits, and 17 columns and more of several queries, too.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +27,25 @@ import click
 import torch
 from measuring import begin, relative_error
 
+from kvquant import __version__
 from kvquant.bench.cases import Case, make_inputs, parse_formats, take_sequences
 from kvquant.bench.measure import running, torch_calls
-from kvquant.bench.timer import GraphTimer
+from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.cli.console import write_json
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.wide import spec
 from kvquant.kernels.cuda.runtime.warmup import warm_up
 from kvquant.ops.attention import attend
 from kvquant.rows.call import AttentionCall
+from kvquant.rows.defaults import default_format
 from kvquant.rows.reference import reference_over_segments
 
-BATCH, TOKENS, SINKS, WINDOW = 64, 8192, 4, 132
-# query heads, KV heads, queries of a sequence
-SHAPES = (32, 1, 1), (64, 1, 1), (71, 1, 1), (8, 1, 8), (32, 8, 8), (32, 8, 9)
+TOKENS, SINKS, WINDOW = 8192, 4, 132
+PAIR = "/".join(default_format(side, 128, SINKS, WINDOW - SINKS) for side in "kv")
+Shape = tuple[str, int, int, int, int]  # formats, sequences, query heads, KV heads, queries of each
+WIDE = (32, 1, 1), (64, 1, 1), (71, 1, 1), (8, 1, 8), (32, 8, 8), (32, 8, 9)
+SHAPES: list[Shape] = [(PAIR, 512, 8, 1, 1), (PAIR, 64, 32, 8, 1)]
+SHAPES += [("int4-g4", 64, *shape) for shape in WIDE]
 (ONE, *ONE_MORE), (TWO, *TWO_MORE) = spec.SHAPES[1], spec.SHAPES[2]
 OTHERS = {1: ({**ONE, "stages": 3},), 2: ({**TWO, "ahead": False},)}
 # what differs in wide/spec.py, and splits
@@ -56,19 +64,19 @@ VARIANTS: dict[str, tuple[dict[str, Any], int | None]] = {
 
 @contextmanager
 def calls_by(
-    name: str, shape: tuple[int, int, int], copies: int, device: torch.device
+    name: str, shape: Shape, copies: int, device: torch.device
 ) -> Iterator[list[AttentionCall]]:
     """Calls on rows of their own, which take a kernel while the context lasts."""
     changes, splits = (WAYS | VARIANTS)[name]
-    heads, kv_heads, q_len = shape
-    packed = Case(*parse_formats("int4-g4", 128), BATCH, heads, kv_heads, TOKENS)
-    exact = Case(*parse_formats("bf16", 128), BATCH, heads, kv_heads, WINDOW)
+    formats, batch, heads, kv_heads, q_len = shape
+    packed = Case(*parse_formats(formats, 128), batch, heads, kv_heads, TOKENS)
+    exact = Case(*parse_formats("bf16", 128), batch, heads, kv_heads, WINDOW)
     calls = []
     both = (make_inputs(one, copies, device) for one in (packed, exact))
     for one, other in zip(*both, strict=True):
-        q = torch.randn(BATCH, q_len, heads, 128, device=device).bfloat16()
+        q = torch.randn(batch, q_len, heads, 128, device=device).bfloat16()
         (recent,) = other.segments
-        starts = torch.arange(5, 5 + BATCH, dtype=torch.int32, device=device)
+        starts = torch.arange(5, 5 + batch, dtype=torch.int32, device=device)
         segments = [*one.segments, recent._replace(starts=starts, sinks=SINKS)]
         segments = segments[: 1 if name == "packed" else 2]
         calls.append(AttentionCall(q[:, 0] if q_len == 1 else q, segments, num_splits=splits))
@@ -76,15 +84,15 @@ def calls_by(
         yield calls
 
 
-def rehearse(name: str, shape: tuple[int, int, int]) -> None:
+def rehearse(name: str, shape: Shape) -> None:
     """Attend without values, for a rehearsal: see kvquant/rehearsal.py."""
     with calls_by(name, shape, 1, torch.device("meta")) as calls:
         attend(calls[0])
 
 
-def time_of(name: str, shape: tuple[int, int, int], timer: GraphTimer) -> float:
+def time_of(name: str, shape: Shape, timer: GraphTimer) -> float:
     """Check the first call, and time all."""
-    copies = timer.rotation(160 * BATCH * TOKENS * shape[1]) or 1
+    copies = timer.rotation(160 * shape[1] * TOKENS * shape[3]) or 1
     with calls_by(name, shape, copies, timer.device) as calls:
         segments = [take_sequences(one, 0, 1) for one in calls[0].segments]
         segments = [
@@ -96,11 +104,11 @@ def time_of(name: str, shape: tuple[int, int, int], timer: GraphTimer) -> float:
         return timer.in_a_row([partial(attend, one) for one in calls])
 
 
-def time_of_torch(shape: tuple[int, int, int], timer: GraphTimer) -> float:
+def time_of_torch(shape: Shape, timer: GraphTimer) -> float:
     """Queries of a KV head are heads of it: nothing is masked."""
-    heads, kv_heads, q_len = shape
+    _, batch, heads, kv_heads, q_len = shape
     formats = parse_formats("bf16", 128)
-    case = Case(*formats, BATCH, heads * q_len, kv_heads, TOKENS + WINDOW)
+    case = Case(*formats, batch, heads * q_len, kv_heads, TOKENS + WINDOW)
     inputs = make_inputs(case, timer.rotation(case.nbytes) or 1, timer.device)
     calls = {name: one for name, one in torch_calls(case, inputs).items() if "folded" in name}
     return min(map(timer.in_a_row, running(calls).values()))
@@ -112,15 +120,26 @@ def time_of_torch(shape: tuple[int, int, int], timer: GraphTimer) -> float:
 def main(json_file: Path | None, variants: bool) -> None:
     """Print a line per shape."""
     timer, found = begin(), []
-    names = [*WAYS, *(VARIANTS if variants else ())]
-    warm_up(timer.device, [partial(rehearse, name, one) for one in SHAPES for name in names])
+    machine = describe_machine(timer, __version__)
+
+    def names_of(shape: Shape) -> list[str]:
+        if shape[0] == PAIR:
+            return ["packed", "window"]
+        return [*WAYS, *(VARIANTS if variants else ())]
+
+    calls = [(name, shape) for shape in SHAPES for name in names_of(shape)]
+    warm_up(timer.device, [partial(rehearse, *one) for one in calls])
     for shape in SHAPES:
-        us = {name: time_of(name, shape, timer) for name in names}
-        us |= {"torch": time_of_torch(shape, timer), "ratio": us["window"] / us["packed"]}
-        print(*shape, *(f"{name} {one:.4g}," for name, one in us.items()), flush=True)
-        found.append({"shape": shape, "in_a_row_us": us})
+        us = {name: time_of(name, shape, timer) for name in names_of(shape)}
+        us["torch"] = time_of_torch(shape, timer)
+        k, v = parse_formats(shape[0], 128)
+        size = TOKENS * (k.row_bytes + v.row_bytes) + WINDOW * 512
+        peak = 1e-3 * size * shape[1] * shape[3] / us["window"] / machine.read_gb_per_s
+        print(*shape, *(f"{name} {one:.4g}," for name, one in us.items()), f"peak {peak:.1%}")
+        row = {"shape": shape, "in_a_row_us": us, "ratio": us["window"] / us["packed"]}
+        found.append({**row, "peak": peak})
     if json_file is not None:
-        json_file.write_text(json.dumps({"windows": found}, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, {"machine": asdict(machine), "wide": found})
 
 
 if __name__ == "__main__":

@@ -356,7 +356,10 @@ def prepare_flashmla_rows(at: Inputs) -> Ready:
 
 
 def prepare_fbgemm(name: str, at: Inputs) -> Ready:
-    """gqa_attn_splitk on tensor cores or not; INT4 rows of ours are its rows, byte for byte."""
+    """gqa_attn_splitk on tensor cores or not; INT4 rows of ours are its rows, byte for byte.
+
+    Its kernel for 4 groups on CUDA cores reads memory that is not there, which ends the process.
+    """
     importlib.import_module("fbgemm_gpu.experimental.gen_ai")
     _, num_kv_heads, tokens, head_dim = at.k.shape
     if num_kv_heads > 1 or at.q.shape[1] > 8 or head_dim != 128 or tokens > 16384:
@@ -366,7 +369,8 @@ def prepare_fbgemm(name: str, at: Inputs) -> Ready:
     # [batch, T, one KV head, row]
     stored = [rows[:, 0, :, None] for rows in ((at.k, at.v) if fmt.is_exact else (k, v))]
     calls: dict[str, Call] = {}
-    for cores, splits in itertools.product(("tensor", "CUDA"), SPLITS):
+    kinds = ("tensor", "CUDA")[: 1 if fmt.groups > 1 else 2]
+    for cores, splits in itertools.product(kinds, SPLITS):
         call = partial(
             torch.ops.fbgemm.gqa_attn_splitk,
             *(at.q[:, None], *stored, at.lens - 1, at.scale, splits),
