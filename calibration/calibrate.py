@@ -214,8 +214,9 @@ def calibrate(
         rounding: "feedback", where it is better, or "nearest", as latent rows always have.
         zero_data: observe random tokens in place of the text.
         progress: called with the stage and its new progress in hundredths.
-        window: sink_len and recent_len of the caches that the plan is for. calibrate chooses
-            without them, and measures with them too if a passage's context is longer.
+        window: sink_len and recent_len of the caches that the plan is for; (0, 0) for an engine
+            without them. calibrate chooses formats with this window, and measures with and
+            without it. Without it alone if a passage's context is not longer.
         tokenizer: of a model of transformers, for the packaged text; None for the one beside its
             weights (name_or_path).
 
@@ -434,12 +435,15 @@ def _decided(
             step(1)
         return measured
 
-    found = measure(Planned(plan))
+    # formats are chosen for caches with the window, if the passages are long enough to have one
+    at = window if 0 < sum(window) < sizes.context else (0, 0)
+    found = measure(Planned(plan, "the plan", *at))
     of_k, of_v = rows.offered
     alone: dict[Side, float] = {}
     for side in asked:
         only = {other: start[other] if other == side else exact for other in sides}
-        alone[side] = max(measure(Planned(plan.with_layer_formats(only))).kl, 1e-12)
+        one = Planned(plan.with_layer_formats(only), "one side", *at)
+        alone[side] = max(measure(one).kl, 1e-12)
     costs = Costs(
         {
             side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
@@ -460,7 +464,9 @@ def _decided(
         if wanted == used:
             break
         used, plan = wanted, plan.with_layer_formats(wanted)
-        found = measure(Planned(plan))
+        found = measure(Planned(plan, "the plan", *at))
+    bare = measure(Planned(plan)) if any(at) else found
+    windowed = {"sink_len": at[0], "recent_len": at[1], "bits": found.bits}
     is_met = limit is None or found.kl <= limit
     comparison: list[dict[str, Any]] = []
     for name, pair in compared.items():
@@ -468,13 +474,13 @@ def _decided(
             entry = {"format": name, "plan": isinstance(scheme, Planned), "bits": rows.bits(*pair)}
             with suppress(NonFiniteError):  # layers that a plan keeps cannot be quantized without
                 if isinstance(scheme, Planned) and scheme.plan.formats == plan.formats:
-                    comparison.append(entry | _fidelity_facts(found))
+                    comparison.append(entry | _fidelity_facts(bare))
                 elif asked or plan.is_latent or isinstance(scheme, Scheme):
                     comparison.append(entry | _fidelity_facts(measure(scheme)))
     facts = {
         **plan.facts,
         "measured": {
-            **_fidelity_facts(found),
+            **_fidelity_facts(bare),
             "exact_perplexity": reference.perplexity,
             "context": sizes.context,
             "scored": reference.num_tokens,
@@ -483,7 +489,7 @@ def _decided(
             "recent_len": 0,
             "in_one_pass": getattr(reference, "why", "") or None,
         },
-        "windowed": _windowed(measure, plan, sizes, window),
+        "windowed": {**_fidelity_facts(found), **windowed} if any(at) else None,
         "limit": {"max_kl": limit, "budget": goal.budget, "met": is_met},
         "blamed": [] if is_met else worst_layers(costs, used),
         "sensitivity": [
@@ -498,17 +504,6 @@ def _decided(
         "comparison": comparison,
     }
     return CachePlan(facts, plan.tensors)
-
-
-def _windowed(
-    measure: Callable[[Planned], Fidelity], plan: CachePlan, sizes: Sizes, window: tuple[int, int]
-) -> dict[str, Any] | None:
-    """What the plan keeps with a window of 16-bit tokens; None without one to measure."""
-    if not 0 < sum(window) < sizes.context:
-        return None
-    found = measure(Planned(plan, "the plan", *window))
-    of_window = {"sink_len": window[0], "recent_len": window[1], "bits": found.bits}
-    return {**_fidelity_facts(found), **of_window}
 
 
 def _row_of(layers: CacheLayers) -> tuple[int, int, bool]:

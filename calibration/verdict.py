@@ -58,15 +58,14 @@ def verdict(plan: CachePlan) -> Verdict:
         return Verdict("notice", "Not measured.", words)
     windowed = plan.facts.get("windowed")
     used = windowed or bare
-    figures = f"KL {plus_minus(bare['kl'], bare['kl_error'])} nats per token"
+    figures = f"KL {plus_minus(used['kl'], used['kl_error'])} nats per token"
+    if windowed:
+        sinks, recent = used["sink_len"], used["recent_len"]
+        figures += f" with the first {sinks} and last {recent} tokens in 16 bit"
     if limit["max_kl"] is not None:
         figures += f", {'within' if limit['met'] else 'over'} the limit of {limit['max_kl']:g}"
     if windowed:
-        figures = (
-            f"KL {plus_minus(used['kl'], used['kl_error'])} nats per token with the first "
-            f"{used['sink_len']} and last {used['recent_len']} tokens in 16 bit; without them "
-            f"{figures}"
-        )
+        figures += f"; without them KL {plus_minus(bare['kl'], bare['kl_error'])}"
     top1 = plus_minus(100 * used["top1"], used["top1_error"] and 100 * used["top1_error"])
     sentence = (
         f"The cache is {16 / plan.bits:.1f} times smaller than in 16 bit ({plan.bits:.2f} bits per "

@@ -189,12 +189,12 @@ def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) 
         write_json(json_file, figures)
     for note in notes(plan):
         click.echo(f"Warning: {note}", err=True)
-    limit = plan.facts["limit"]
+    limit, used = plan.facts["limit"], plan.facts["windowed"] or plan.facts["measured"]
     if not limit["met"]:
         click.echo(
             f"Not met: the limit of {limit['max_kl']:g} nats per token. The best plan has a KL of "
-            f"{plan.facts['measured']['kl']:.4g} at {plan.bits:.2f} bits per element. Allow more, "
-            "or keep some tokens in 16 bit (sink_len, recent_len)",
+            f"{used['kl']:.4g} at {plan.bits:.2f} bits per element. Allow more, "
+            "or keep more tokens in 16 bit (--sink-len, --recent-len)",
             err=True,
         )
         sys.exit(NOT_MET)

@@ -58,7 +58,8 @@ class CachePlan:
         windowed        null, or these figures with first and last tokens in 16 bit, and "bits"
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
         blamed          layers that cost the most, where the limit is not met
-        sensitivity     [{"layer", "k_format", "v_format", "kl"}]: one side of one layer quantized
+        sensitivity     [{"layer", "k_format", "v_format", "kl"}]: one side of one layer quantized,
+                        with these first and last tokens in 16 bit
         comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
                         for all layers, with and without the plan's transforms
         settings        how it was measured

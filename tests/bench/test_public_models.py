@@ -342,7 +342,7 @@ def test_humaneval_asks_every_cache_and_goes_on(
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     ours = Shipped("KIVI", 4.0, kivi(4, 32, 128).read, Leave(1, 32), Leave(33))
     same = Shipped("same", 16, EXACT.read, Leave(1, 32), Leave(33))
-    for name, value in (("PLANS", ()), ("FORMATS", ("int8",))):
+    for name, value in (("PLANS", ()), ("BUDGETS", {}), ("FORMATS", ("int8",))):
         monkeypatch.setattr(public_models, name, value)
     monkeypatch.setattr(programs, "passes", judged)
     monkeypatch.setattr(public_models, "OTHER", 150)

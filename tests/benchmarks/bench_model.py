@@ -3,11 +3,10 @@
 Run by hand on a GPU: python tests/benchmarks/bench_model.py. A Llama of random weights, as wide as
 one of 8B, BF16; with --model FOLDER that model, by the default cache and by one with its plan.
 Logits behind a prompt are compared first. Then caches are filled with random keys and values, and a
-step of each kind is timed, medians of --rounds loops, in turn. --json keeps the figures, --picture
-draws them; --from FILE --picture FILE, those of a file, without a GPU. --memory prints in place of
-times how many sequences fit beside the model, and the peak of reading a prompt. --latent measures
-layers of DeepSeek V3, without experts, in place of Llama's. With --latent give --layers 8 or fewer,
-and a --format of latent rows.
+step of each kind is timed, medians of --rounds loops, in turn. --json keeps the figures. --memory
+prints in place of times how many sequences fit beside the model, and the peak of reading a prompt.
+--latent measures layers of DeepSeek V3, without experts, in place of Llama's. With --latent give
+--layers 8 or fewer, and a --format of latent rows.
 
     captured        CapturedStep: one CUDA graph
     captured, compiled    the same with compile=True
@@ -48,13 +47,6 @@ from kvquant.hf.compile.captured import CapturedStep
 
 STEPS = 10  # timed together
 SHOWN = 12  # kernels whose shares are printed
-DRAWN = {  # what the picture shows, and its colours
-    "compiled": ("QuantizedCache, compiled", "#3b82c4"),
-    "captured": ("CapturedStep", "#7fb0dc"),
-    "StaticCache, compiled": ("StaticCache, compiled", "#d9730d"),
-    "DynamicCache": ("DynamicCache", "#e9ab6d"),
-}
-GREY = "#808890"  # readable on light and on dark pages
 Step = Callable[[], Any]
 Maker = Callable[[int, int], Any]  # of a cache for so many sequences of so many tokens
 Figures = dict[str, Any]
@@ -134,7 +126,7 @@ def busy_times(step: Step) -> dict[str, float]:
     return dict(found.most_common())
 
 
-def check_logits(model: CachedModel, makers: Mapping[str, Maker]) -> None:
+def check_logits(model: CachedModel, makers: Mapping[str, Maker], fused: bool) -> None:
     """Print how far logits of a captured step are from those of a DynamicCache, beside how far
     transformers' own two ways to compute attention are from one another."""
     tokens = torch.randint(model.config.vocab_size, (2, 601), device="cuda")
@@ -147,8 +139,8 @@ def check_logits(model: CachedModel, makers: Mapping[str, Maker]) -> None:
     for name, make in {**exact, **makers}.items():
         cache = make(2, 1024)
         model.prefill(cache, tokens[:, :-1])
-        for kind, compile in (("captured", False), ("captured, compiled", True)):
-            step = CapturedStep(model, cache, compile=compile)
+        for kind in ("captured", "captured, compiled")[: 1 + fused]:
+            step = CapturedStep(model, cache, compile=kind != "captured")
             found = step(tokens[:, -1])
             cache.check()
             cache.crop(600)
@@ -158,7 +150,9 @@ def check_logits(model: CachedModel, makers: Mapping[str, Maker]) -> None:
     torch.compiler.reset()
 
 
-def our_steps(model: CachedModel, batch: int, tokens: int, make: Maker) -> dict[str, Step]:
+def our_steps(
+    model: CachedModel, batch: int, tokens: int, make: Maker, ways: Sequence[str]
+) -> dict[str, Step]:
     """The ways with one cache, each from the same length on."""
     cache = filled_ours(make(batch, tokens + 256), model, batch, tokens)
     token = torch.zeros(batch, dtype=torch.int64, device="cuda")
@@ -187,16 +181,16 @@ def our_steps(model: CachedModel, batch: int, tokens: int, make: Maker) -> dict[
         return run
 
     model.step(cache, token)  # kernels are compiled
-    captured = CapturedStep(model, cache)
-    fused = CapturedStep(model, cache, compile=True)
     compiled = torch.compile(model.model.forward, mode="reduce-overhead", fullgraph=True)
-    return {
-        "captured": from_start(lambda: captured(token)),
-        "captured, compiled": from_start(lambda: fused(token)),
-        "eager": from_start(lambda: model.step(cache, token)),
-        "generate": from_start(calling(model.model)),
-        "compiled": from_start(calling(compiled)),
+    makers: dict[str, Callable[[], Step]] = {
+        "captured": lambda: partial(CapturedStep(model, cache), token),
+        "captured, compiled": lambda: partial(CapturedStep(model, cache, compile=True), token),
+        "eager": lambda: partial(model.step, cache, token),
+        "generate": lambda: calling(model.model),
+        "compiled": lambda: calling(compiled),
     }
+    wanted = {name: make for name, make in makers.items() if name in {*(ways or makers), "eager"}}
+    return {name: from_start(make()) for name, make in wanted.items()}
 
 
 def their_steps(model: CachedModel, batch: int, tokens: int, slow: bool) -> dict[str, Any]:
@@ -231,54 +225,24 @@ def their_steps(model: CachedModel, batch: int, tokens: int, slow: bool) -> dict
     return found
 
 
-def draw(figures: Figures, path: Path) -> None:
-    """Bars of the times, a panel for each batch and number of tokens."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    cases = figures["cases"]
-    style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
-    style |= dict.fromkeys(("text.color", "xtick.color", "ytick.color"), GREY)
-    with matplotlib.rc_context(style):
-        page = Figure(figsize=(9.4, 0.45 + 0.95 * len(cases)), layout="constrained")
-        panels = page.subplots(len(cases), 1, squeeze=False)[:, 0]
-        for panel, case in zip(panels, cases, strict=True):
-            shown = [name for name in DRAWN if name in case["ms"]]
-            times = [case["ms"][name] for name in shown]
-            names, colours = zip(*(DRAWN[name] for name in shown), strict=True)
-            bars = panel.barh(names, [time or 0 for time in times], color=colours)
-            labels = ["out of memory" if time is None else f"{time:.1f} ms" for time in times]
-            panel.bar_label(bars, labels, padding=3, color=GREY)
-            panel.set_title(f"batch {case['batch']}, {case['tokens']:,} tokens", loc="left")
-            panel.set_xlim(0, 1.15 * max(time or 0 for time in times))
-            panel.invert_yaxis()
-            panel.spines[:].set_visible(False)
-            panel.tick_params(length=0)
-            panel.set_xticks([])
-        page.savefig(path, transparent=True, metadata={"Date": None})
-
-
 @click.command()
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--from", "kept", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--model", "folder", type=click.Path(exists=True, path_type=Path))
 @click.option("--layers", default=32, show_default=True)
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32), show_default=True)
 @click.option("--tokens", multiple=True, type=int, default=(4096, 32768, 131072), show_default=True)
 @click.option("--format", "fmt", default="int4-g4", show_default=True)
+@click.option("--way", "ways", multiple=True, help="Only these, and eager.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--theirs/--no-theirs", default=True, show_default=True)
 @click.option("--latent", is_flag=True, help="Layers of DeepSeek V3.")
 @click.option("--memory", is_flag=True, help="Print what fits, in place of times.")
-def main(picture: Path | None, kept: Path | None, memory: bool, **options: Any) -> None:
+def main(memory: bool, **options: Any) -> None:
     """Measure and print."""
     if memory:
         measure_memory(options["layers"], options["batches"], options["tokens"], options["fmt"])
-        return
-    figures = measure(**options) if kept is None else json.loads(kept.read_text())
-    if picture is not None:
-        draw(figures, picture)
+    else:
+        measure(**options)
 
 
 def measure_memory(
@@ -297,11 +261,12 @@ def measure(
     batches: tuple[int, ...],
     tokens: tuple[int, ...],
     fmt: str,
+    ways: tuple[str, ...],
     rounds: int,
     theirs: bool,
     latent: bool,
     json_file: Path | None,
-) -> Figures:
+) -> None:
     """Measure, print, and keep what has been measured in the file after each case."""
     print(torch.cuda.get_device_name(), "torch", torch.__version__, transformers.__version__)
     if folder is None:
@@ -311,7 +276,7 @@ def measure(
         model = CachedModel.from_pretrained(folder, device="cuda", dtype=torch.bfloat16)
         layers, fmt = model.config.num_hidden_layers, "default"
         makers = {"": model.new_cache, ", plan": partial(model.new_cache, plan="auto")}
-    check_logits(model, makers)
+    check_logits(model, makers, not ways or "captured, compiled" in ways)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     figures: Figures = {"gpu": torch.cuda.get_device_name(), **versions, "cases": []}
     name = model.config.model_type if folder is None else folder.name
@@ -323,7 +288,7 @@ def measure(
             case: dict[str, Any] = {"batch": batch, "tokens": count, "ms": times}
             for kind, make in makers.items():
                 model.model.set_attn_implementation("kvquant")
-                steps = our_steps(model, batch, count, make)
+                steps = our_steps(model, batch, count, make, ways)
                 shares = case[f"kernels{kind}"] = busy_times(steps["eager"])
                 times[f"kernels{kind}"] = sum(shares.values())
                 for name, step in steps.items():
@@ -333,10 +298,10 @@ def measure(
                 torch.compiler.reset()
             model.model.set_attn_implementation("sdpa")
             others = their_steps(model, batch, count, count <= 32768) if theirs else {}
-            for name, made in others.items():
+            for name in [one for one in others if one in (ways or others)]:
                 torch.cuda.empty_cache()
                 try:
-                    step = made()
+                    step = others[name]()
                     take_time(step)  # compiles
                     times[name] = statistics.median(take_time(step) for _ in range(rounds))
                     del step
@@ -355,7 +320,6 @@ def measure(
             if json_file is not None:
                 json_file.write_text(json.dumps(figures, indent=1) + "\n")
             torch.cuda.empty_cache()
-    return figures
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ projects in the form that they ship (peer_caches.py) after them. Rows have
                 tell the same
     retrieval   what kvquant.evaluate found, whole; tool calls are among its tasks. Peers there
                 round the prompt alone
+    chains      right sums of --steps numbers that the model adds one by one, in one long answer: an
+                error anywhere spoils the total
     humaneval   right programs of an instruct model (bfloat16, chat template, left-padded batches
                 through generate), greedy (sample 0) and sampled, alone and behind 6,000 tokens of
                 other code: the library of the Python that runs this. All caches get the same
@@ -34,6 +36,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -71,6 +75,7 @@ from kvquant.evaluation.evaluate import HELD_OUT, MARGIN, hash_of
 from kvquant.hf.argument import as_argument
 from kvquant.hf.models.configs import cache_layers
 from kvquant.rows.defaults import DEFAULT, RECENT, SINKS
+from kvquant.rows.format import RowFormat, mean_bits
 
 RESULTS = Path(__file__).parent / "results"
 # packages in the order of the file's parts, their version, and the SHA-256 of the whole file
@@ -95,9 +100,11 @@ PUBLIC = {
 WINDOW, NONE = (SINKS, RECENT), (0, 0)
 FORMATS = DEFAULT, "int8", "int4-g4"
 PLANS = "int4-g4", "int4", "int3", "int2"
+# plans whose layers have formats of their own: as many bits as these formats have on the mean
+BUDGETS = {"int4": ("int4",), "int3": ("int3",), "int3 and int2": ("int3", "int2")}
 MEASURED = "kl", "kl_error", "top1", "top1_error"
 EXACTS = "16 bit", "peers' 16 bit"
-MEASURES = "kl", "retrieval", "humaneval"
+MEASURES = "kl", "retrieval", "humaneval", "chains"
 PLACES = "alone", "behind"
 OTHER = 6000  # tokens of other code
 TEMPERATURE, SEED = 0.7, 0
@@ -105,6 +112,11 @@ BLOCK = 1 << 22  # bytes that are read at a time
 ASKED = (
     "Please provide a self-contained Python script that solves the following problem in a "
     "markdown code block:\n```python\n{}\n```"
+)
+ADD = (
+    "Add these numbers, one after the other. For each write one line with its place in the list, "
+    "the total so far, the number and the new total, as in `1. 0 + {} = {}` and `2. {} + {} = {}`. "
+    "Leave out no number. Write nothing else.\n\n"
 )
 BEFORE = "Here is code of another project:\n```python\n{}\n```\n\n"
 Window = tuple[int, int]
@@ -188,14 +200,19 @@ class Subject:
         found.pad_token = found.pad_token or found.eos_token
         return found
 
-    def plan(self, fmt: str) -> CachePlan:
-        """A plan in this format, from kvquant's own texts."""
+    def plan(self, fmt: str, like: Sequence[str] = ()) -> CachePlan:
+        """A plan in this format, or of as many bits as these, from kvquant's own texts."""
         # clip ratios are chosen for the format of the goal and those of 4 bits and more
         made_for = "int2" if fmt == "int2" else "int3"
+        goal = Goal(format=made_for)
+        if like:
+            dim = cache_layers(self.scorer.config).k_dims[0]
+            formats = [RowFormat.parse(one, dim) for one in like]
+            goal, made_for = Goal(budget=mean_bits(formats)), fmt
         path = self.plans / f"{self.name}-{made_for}.safetensors"
         if not path.exists():
             began = time.perf_counter()
-            made: Any = calibrate(self.scorer, goal=Goal(format=made_for))
+            made: Any = calibrate(self.scorer, goal=goal)
             click.echo(f"plan for {made_for}: {time.perf_counter() - began:.0f} s")
             self.plans.mkdir(parents=True, exist_ok=True)
             made.save(path)
@@ -210,6 +227,10 @@ class Subject:
             name: lambda window, fmt=fmt: Scheme(fmt, fmt, *window)
             for name, fmt in (("16 bit", exact), *((fmt, fmt) for fmt in FORMATS))
         }
+        for name, like in BUDGETS.items():
+            named = f"plan, bits of {name}"
+            plan = partial(self.plan, named, like)
+            found[named] = lambda window, plan=plan, named=named: Planned(plan(), named, *window)
         return found | {
             f"plan {fmt}": lambda window, fmt=fmt: Planned(self.plan(fmt), f"plan {fmt}", *window)
             for fmt in PLANS
@@ -252,6 +273,7 @@ class Amount:
     problems: int
     new_tokens: int
     batch: int
+    steps: int
     places: tuple[str, ...]
     only: tuple[str, ...]
     ends: float
@@ -443,6 +465,38 @@ def measure_humaneval(
                     click.echo(f"{said(row)}  {row['passed'].count('1')} of {len(problems)}")
 
 
+def measure_chains(subject: Subject, rows: Rows, amount: Amount, with_peers: bool) -> None:
+    """Rows of right totals: sums of a list, written out number by number, greedily."""
+    drawn, prompts, totals = random.Random(SEED), [], []
+    for _ in range(amount.problems):
+        numbers = [drawn.randint(1, 99) for _ in range(amount.steps)]
+        first, second = numbers[0], sum(numbers[:2])
+        listed = "\n".join(f"{place}. {one}" for place, one in enumerate(numbers, 1))
+        asked = ADD.format(first, first, first, numbers[1], second) + listed
+        message = [{"role": "user", "content": asked}]
+        given = {"tokenize": False, "add_generation_prompt": True}
+        prompts.append(subject.tokenizer.apply_chat_template(message, **given))
+        totals.append(str(sum(numbers)))
+
+    def found(cache: Callable[[], Any]) -> Row:
+        texts = written(subject, prompts, cache(), 0, amount)
+        last = [(re.findall(r"\d+", text) or [""])[-1] for text in texts]
+        right = "".join("01"[one == total] for one, total in zip(last, totals, strict=True))
+        tokens = sum(len(subject.tokenizer(text)["input_ids"]) for text in texts) / len(texts)
+        return {"passed": right, "written_tokens": round(tokens), "first": texts[0]}
+
+    key: Row = {"measure": "chains", "place": f"chains of {amount.steps}", "sample": 0}
+    key |= {"problems": amount.problems, "new_tokens": amount.new_tokens}
+    key |= {"batch": amount.batch, "device": subject.device, "dtype": "bfloat16"}
+    for name, more, cache in [("16 bit", {}, lambda: None), *subject.caches(with_peers)]:
+        if amount.wants(name):
+            row = rows.measure({**key, "cache": name, **more}, partial(found, cache))
+            told = (
+                f"{row['passed'].count('1')} of {amount.problems}, {row['written_tokens']} tokens"
+            )
+            click.echo(f"{said(row)}  {told}")
+
+
 def show_losses(rows: Sequence[Row]) -> None:
     """Print them."""
     for key, one in losses(rows):
@@ -518,6 +572,7 @@ def _parts_of(package: str) -> Iterator[bytes]:
 @click.option("--problems", type=COUNT, default=164, show_default=True)
 @click.option("--new-tokens", type=COUNT, default=512, show_default=True)
 @click.option("--batch", type=COUNT, default=82, show_default=True)
+@click.option("--steps", type=COUNT, default=80, show_default=True, help="Of a chain.")
 @click.option("--only", multiple=True, help="Caches of this name: KIVI* is a pattern.")
 @click.option("--no-bare", is_flag=True, help="Leave out caches without a 16-bit window.")
 @click.option("--own/--no-own", default=True, help="kvquant's caches.")
@@ -562,7 +617,9 @@ def main(
                 measure_retrieval(subject, rows, amount, with_peers)
             if "humaneval" in measures and data is not None:
                 measure_humaneval(subject, rows, amount, data, with_peers)
-                show_losses(rows.rows)
+            if "chains" in measures:
+                measure_chains(subject, rows, amount, with_peers)
+        show_losses(rows.rows)
     except TimeoutError:
         click.echo("no more time: call again to go on")
 

@@ -66,13 +66,13 @@ def read_public(folder: Path | None = None) -> Rows:
 
 
 def losses(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], Paired]]:
-    """What each cache loses of HumanEval in each place, of the generations that 16 bit has, too.
+    """What each cache loses of answers in each place, of the generations that 16 bit has, too.
 
     16 bit is transformers' own cache, and kvquant's 16-bit rows for generations that it lacks.
     """
     groups: dict[str, dict[int, str]] = {}
     for row in rows:
-        if row["key"]["measure"] == "humaneval":
+        if "sample" in row["key"]:  # answers
             key = {name: one for name, one in row["key"].items() if name != "sample"}
             groups.setdefault(json.dumps(key), {})[row["key"]["sample"]] = row["passed"]
     for text, found in groups.items():

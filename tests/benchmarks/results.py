@@ -16,7 +16,7 @@ measured and the date:
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
     h200-ablated                            tests/benchmarks/bench_ablated.py
-    h200-windows                            tests/benchmarks/bench_wide.py; we added the machine
+    h200-windows                            tests/benchmarks/bench_wide.py
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
     h200-peers, h200-int4-peers             tests/benchmarks/peers.py, with --project kvquant,
@@ -183,20 +183,21 @@ def shown() -> dict[str, list[str]]:
         ],
         "calibration/FIDELITY.md": fidelity_page(),
         "kernels/FACTS.md": [
-            ablated(),
+            *(ablated(), with_window()[1]),
             *(peers(), *int4_peers(), said("variants"), variants()),
             *(said("latent rows"), latent_rows(), latent_peers()),
             *(said("few sequences"), few_sequences()),
             *(said("heads of 512"), tabled("heads of 512")),
         ],
-        "kvquant/bench/README.md": [bench(), *bench_about(), unequal_lengths(), ragged_queries()],
+        "kvquant/bench/README.md": [
+            *(bench(), *bench_about(), with_window()[0], unequal_lengths(), ragged_queries())
+        ],
         "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/cache/README.md": [settings(), tabled("ranks"), tabled("ranks of a model")],
         "kvquant/hf/README.md": [
             *(probed(), said("steps"), tabled("steps"), said("captured step")),
             *(said("latent steps"), tabled("latent steps")),
         ],
-        "kvquant/hf/decode_step.svg": step_labels(),
         "kvquant/lmcache/README.md": [DEFAULT_ROOM],
         "kvquant/sglang/README.md": [answers_of_sglang(), served_by_sglang()],
         "kvquant/vllm/README.md": [
@@ -437,6 +438,20 @@ def unequal_lengths() -> str:
     return f"take {min(found):.2f} to {max(found):.2f} times as long as as many tokens evenly"
 
 
+def with_window() -> list[str]:
+    """What the default pair's window costs, and the cases with many columns."""
+    every = read("h200-windows")["wide"]
+    pair = [one for one in every if one["shape"][4] == 1 and "/" in one["shape"][0]]
+    peaks = " and ".join(f"{one['peak']:.0%}".replace("%", " %") for one in pair)
+    times = [one["in_a_row_us"] for one in pair]
+    told = " and ".join(f"{one['torch'] / one['window']:.2f}" for one in times)
+    more = [one["ratio"] - 1 for one in every]
+    return [
+        f"reads at {peaks} of the peak, {told} times as fast as torch",
+        f"add {100 * min(more):.0f} to {100 * max(more):.0f} %",
+    ]
+
+
 def ragged_queries() -> str:
     """What unequal numbers of queries cost."""
     found = [
@@ -544,13 +559,6 @@ DEFAULT_ROOM = room(*(default_format(side, 128) for side in "kv"))
 LENGTHS = 4096, 32768
 
 
-def step_labels() -> list[str]:
-    """The labels of the picture that bench_model.py draws of them."""
-    drawn = [name for name in WAYS if name != "eager"]
-    times = [case["ms"][name] for case in read("h200-step")["cases"] for name in drawn]
-    return [f">{ms:.1f} ms</text>" for ms in times]
-
-
 def latent_rows() -> str:
     """MLA decode of all cases of one query: one call, and its share of the read peak in a row."""
     names = ["int4-g8+int8-g4", "int8-g4", "fp8", "bf16"]
@@ -604,8 +612,6 @@ def peers() -> str:
 
 def int4_peers() -> list[str]:
     """INT4 of FBGEMM and MSLK, beside ours in the same run."""
-    if not (RESULTS / "h200-int4-peers.json").exists():  # nobody has measured them yet
-        return []
     found: dict[str, dict[str, str]] = {}
     for one in read("h200-int4-peers")["peers"]:
         if "int4" in one["cache"].lower() and one["shape"].startswith("8:1x8192"):

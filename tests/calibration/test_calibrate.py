@@ -144,10 +144,11 @@ def test_a_model_in_16_bit_gives_nearly_the_same_plan(
 def test_formats_are_chosen_to_keep_a_limit(
     plan: CachePlan, model: CachedModel, text: list[int]
 ) -> None:
-    limit = plan.facts["measured"]["kl"] / 2
+    """With the window that the cache will have."""
+    limit = plan.facts["windowed"]["kl"] / 2
     found = calibrate(model, text, sizes=SIZES, goal=Goal(max_kl=limit))
     assert found.facts["limit"]["met"]
-    assert found.facts["measured"]["kl"] <= limit
+    assert found.facts["windowed"]["kl"] <= limit < found.facts["measured"]["kl"]
     assert 4.25 < found.bits < 8.25
 
 
@@ -179,6 +180,11 @@ def test_a_budget_below_int4_chooses_among_all_bits(model: CachedModel, text: li
     windowed = found.facts["windowed"]
     assert (windowed["sink_len"], windowed["recent_len"]) == (4, 128)
     assert windowed["kl"] < 0.5 * found.facts["measured"]["kl"] and windowed["bits"] > found.bits
+    other = calibrate(model, text, sizes=SIZES, goal=Goal(budget=2.75), window=(0, 0))
+    assert other.facts["windowed"] is None and other.formats != found.formats
+    assert other.facts["measured"]["kl"] < found.facts["measured"]["kl"]  # each in its own place
+    alone = [[row["kl"] for row in one.facts["sensitivity"]] for one in (found, other)]
+    assert 2 * sum(alone[0]) < sum(alone[1])
     assert "128 recent" in repr(sections(found))  # the page may break the line
     for name, least in (("int2", 0.55), ("int3", 0.7), ("int4", 0.85)):
         shares = torch.cat([found.tensors[f"{side}.clip.{name}"].flatten() for side in "kv"])
