@@ -452,7 +452,6 @@ def _decided(
         bits={name: formats[name][0].bits_per_element for name in of_k},
         v_bits={name: formats[name][1].bits_per_element for name in of_v},
         v_width=rows.v_dim / rows.k_dim,
-        k_first=not plan.is_latent,
     )
     used, limit = start, goal.max_kl
     for _ in range(ROUNDS if asked else 0):

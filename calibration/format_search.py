@@ -2,8 +2,7 @@
 
 The cost of a layer's side, in KL, is measured once by decoding with this side alone in the cheapest
 format; other formats scale it by the square of their weighted error. Costs add up, times a factor
-from decoding the whole plan. The greedy step saves the most KL per bit. K keeps at least the bits
-of V, unless V alone cost more than K alone, or the sides are the parts of latent rows.
+from decoding the whole plan. The greedy step saves the most KL per bit.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ class Costs:
         bits: of every format that K may take, per element of a row, cheapest first.
         v_bits: the same of V; that of K when None.
         v_width: elements of a row of V for each of K.
-        k_first: whether K keeps at least the bits of V.
     """
 
     kl: Mapping[Side, Mapping[str, float]]
     bits: Mapping[str, float]
     v_bits: Mapping[str, float] | None = None
     v_width: float = 1.0
-    k_first: bool = True
 
     def total(self, formats: Mapping[Side, str]) -> float:
         return sum(self.kl[side][name] for side, name in formats.items())
@@ -70,7 +67,6 @@ def allocate(
             for name in costs.offered(side)
             if (more := costs.row_bits(side, name) - costs.row_bits(side, now)) > 0
             and (saved := costs.kl[side][now] - costs.kl[side][name]) > 0
-            and may_take(costs, formats, side, name)
             and (
                 budget is None
                 or costs.mean_bits(formats) + more / costs.width(formats) <= budget + 1e-9
@@ -97,14 +93,3 @@ def worst_layers(costs: Costs, formats: Mapping[Side, str]) -> list[int]:
         if total > half:
             break
     return chosen
-
-
-def may_take(costs: Costs, formats: Mapping[Side, str], side: Side, name: str) -> bool:
-    """Whether K would keep at least the bits of V, or V was measured to need more."""
-    layer, which = side
-    if not costs.k_first or which == "k" or (layer, "k") not in formats:
-        return True
-    cheapest = next(iter(costs.bits))
-    if costs.kl[side][cheapest] > costs.kl[layer, "k"][cheapest]:
-        return True
-    return costs.bits[name] <= costs.bits[formats[layer, "k"]]

@@ -197,13 +197,13 @@ def test_limits_are_kept_with_fewer_bits_the_looser_they_are(max_kl: float) -> N
 
 
 def test_sides_may_have_formats_of_their_own() -> None:
-    """As latents and RoPE parts, of which neither keeps the bits of the other."""
+    """As latents and RoPE parts."""
     kl: dict[Side, dict[str, float]] = {
         (0, "k"): {"int4": 4.0, "int8": 0.1},
         (0, "v"): {"int8": 1.0, "bf16": 0.0},
     }
     v_bits = {"int8": 8.25, "bf16": 16.0}
-    given = Costs(kl, {"int4": 4.25, "int8": 8.25}, v_bits=v_bits, v_width=1 / 8, k_first=False)
+    given = Costs(kl, {"int4": 4.25, "int8": 8.25}, v_bits=v_bits, v_width=1 / 8)
     assert allocate(given, max_kl=5) == {(0, "k"): "int4", (0, "v"): "int8"}
     assert allocate(given, max_kl=4) == {(0, "k"): "int4", (0, "v"): "bf16"}
     assert allocate(given, max_kl=0.1) == {(0, "k"): "int8", (0, "v"): "bf16"}
@@ -229,14 +229,6 @@ def test_rows_of_values_count_by_their_own_width() -> None:
         taken += sum(v_bits[name] / 2 for (_, side), name in found.items() if side == "v")
         assert given.mean_bits(found) == pytest.approx(taken / 4.5) and taken / 4.5 <= budget + 1e-9
     assert set(found.values()) == {"int8"}
-
-
-def test_keys_keep_the_bits_of_values_unless_values_cost_more() -> None:
-    for budget in (4.5, 5.0, 6.0):
-        found = allocate(costs([2, 2], [1.9, 1.9]), budget=budget)
-        assert all(BITS[found[layer, "k"]] >= BITS[found[layer, "v"]] for layer in (0, 1))
-    found = allocate(costs([0.1, 0.1], [3, 3]), budget=4.63)
-    assert BITS[found[0, "v"]] > BITS[found[0, "k"]]
 
 
 def test_out_of_reach_gives_the_best_and_names_the_worst_layers() -> None:
