@@ -368,7 +368,7 @@ def test_humaneval_asks_every_cache_and_goes_on(
 
 CONTEXTS = 1024, 4096, 16384
 PEER = "KIVI-4, residual of 128"
-CACHES = [*OWN, PEER]
+CACHES = [*[*OWN][:7], PEER, *[*OWN][7:]]
 ASKED = {"measure": "humaneval", "problems": 600}
 
 
@@ -390,6 +390,31 @@ def answered(cache: str, place: str, at: int, passed: str, *window: list[int]) -
         "key": key | ({"window": window[0]} if window else {}),
         "passed": passed * (600 // len(passed)),
     }
+
+
+def test_the_last_number_of_a_chain_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(subject: Any, prompts: Any, cache: Any, sample: int, amount: Any) -> list[str]:
+        totals = []
+        for prompt in prompts:
+            lines = prompt.rpartition("\n\n")[2].splitlines()
+            totals.append(sum(int(line.partition(". ")[2]) for line in lines))
+            assert f"`2. {lines[0][3:]} + {lines[1][3:]} = " in prompt and len(lines) == 5
+        if cache is None:
+            return [f"5. 1 + 2 = {total}" for total in totals]
+        return [f"5. 1 + 2 = {totals[0]}\n", f"{totals[1]} + 0 = {totals[1] + 1}", "none"]
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    monkeypatch.setattr(public_models.Subject, "tokenizer", tokenizer)
+    monkeypatch.setattr(public_models, "written", written)
+    path = tmp_path / "found.json"
+    given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure chains --steps 5 "
+    rows, output = measured_twice(given + "--problems 3 --only int8 --only 16* --no-peers", path)
+    right = {(one["key"]["cache"], one["key"].get("window") == [4, 128]): one for one in rows}
+    assert right["16 bit", False]["passed"] == "111" and right["int8", True]["passed"] == "100"
+    assert "chains of 5" in output and "lost 2, won 0" in output
 
 
 def public() -> dict[str, list[dict[str, Any]]]:

@@ -31,6 +31,9 @@ OWN = {
     "plan int3": "plan, `int3`",
     "plan int2": "plan, `int2`",
     "plan int4-g4": "plan, `int4-g4`",
+    "plan, bits of int4": "plan by layer, bits of `int4`",
+    "plan, bits of int3": "plan by layer, bits of `int3`",
+    "plan, bits of int3 and int2": "plan by layer, between",
     "int8": "`int8`",
     "int4-g4": "`int4-g4`, no plan",
 }
