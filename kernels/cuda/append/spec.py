@@ -216,7 +216,7 @@ class StepSpec(AppendSpec):
     def _bytes_of(self, side: Side, has_matrix: bool, has_feedback: bool) -> int:
         results = self.results_at(side, has_feedback)
         if has_feedback:
-            rows = self.feedback_side(side, has_matrix).buffer_bytes + 2 * 4 * TILE + UNIT
+            rows = self.feedback_side(side, has_matrix).buffer_bytes + UNIT
             return results + PRODUCT_ROWS * rows
         if has_matrix:
             rows = 4 * self.tokens * side.fmt.head_dim

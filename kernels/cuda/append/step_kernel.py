@@ -34,7 +34,7 @@ from ..device.transform import make_transform, swizzle
 from .feedback_kernel import make_prepare
 from .feedback_step import make_ask_tiles, make_round_rows
 from .kernel import WORDS, make_append_side, make_find_places, make_load_slots, make_put_row
-from .spec import SHARE, Side, TileLayout
+from .spec import Side, TileLayout
 
 wait_for_older, wait_for_all = wait_copies[1], wait_copies[0]
 
@@ -202,8 +202,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
     layout, as_prepared = TileLayout(DIM), spec.feedback_side(side, has_matrix)
     PRODUCT, BUFFERS = layout.nbytes, spec.results_at(side, True)
     BUFFER = as_prepared.buffer_bytes
-    PARTIALS = BUFFERS + PRODUCT_ROWS * BUFFER
-    PLACES = PARTIALS + 2 * 4 * SHARE * PRODUCT_ROWS
+    PLACES = BUFFERS + PRODUCT_ROWS * BUFFER
     NEW, PART = row_words(DIM, 1), part_floats(DIM)
     ask, put_rows, multiply = make_products(
         DIM, "bf16" if spec.source == "fp32" else spec.source, 1, _put_in_buffer(BUFFER)
@@ -271,7 +270,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
         # Step 3: and rounded
         wait_for_all()
         cuda.syncthreads()
-        round_rows(tiles, buffers, uint32(shared + uint32(PARTIALS)), shared + uint32(PLACES))
+        round_rows(tiles, buffers, uint32(shared + uint32(PLACES)))
 
     return append
 

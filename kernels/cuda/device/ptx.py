@@ -199,6 +199,9 @@ permute = instruction("prmt.b32 $0,$1,$2,$3;", "u32", "u32 u32 u32")  # bytes, b
 add = instruction("add.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 subtract = instruction("sub.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 multiply = instruction("mul.rn.f32 $0,$1,$2;", "f32", "f32 f32")
+# clamped to 0 to 1, and 0 for NaN
+add_clamped = instruction("add.rn.sat.f32 $0,$1,$2;", "f32", "f32 f32")
+multiply_clamped = instruction("mul.rn.sat.f32 $0,$1,$2;", "f32", "f32 f32")
 multiply_add = instruction("fma.rn.f32 $0,$1,$2,$3;", "f32", "f32 f32 f32")
 reciprocal = instruction("rcp.approx.ftz.f32 $0,$1;", "f32", "f32")
 half_nearest = instruction("cvt.rn.f16.f32 $0,$1;", "u16", "f32")
@@ -223,6 +226,9 @@ low_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f
 high_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,h;}", "f32", "u32")
 shfl_xor = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
 shfl = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
+shfl_of_16 = instruction(  # from a lane of the half of a warp
+    "shfl.sync.idx.b32 $0,$1,$2,0x101f,0xffffffff;", "f32", "f32 u32", pure=False
+)
 word_from_lane = instruction(
     "shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "u32", "u32 u32", pure=False
 )
