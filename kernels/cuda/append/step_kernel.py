@@ -31,7 +31,7 @@ from ..device.ptx import (
 from ..device.row_copies import make_ask, make_load_old
 from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, SIZES, UNIT
 from ..device.transform import make_transform, swizzle
-from .feedback_kernel import make_prepare
+from .feedback_kernel import make_load_offsets, make_prepare
 from .feedback_step import make_ask_tiles, make_round_rows
 from .kernel import WORDS, make_append_side, make_find_places, make_load_slots, make_put_row
 from .spec import Side, TileLayout
@@ -210,7 +210,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
     ask_row = make_ask(DIM * SIZES[spec.source], LANES, UNIT, False)
     ask_tiles, round_rows = make_ask_tiles(layout), make_round_rows(layout, FMT, BUFFER)
     load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
-    prepare = make_prepare(as_prepared)
+    load_offsets, prepare = make_load_offsets(FMT), make_prepare(as_prepared)
 
     @device_function
     def append(side, matrices, call, shared, bad):
@@ -238,6 +238,12 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
         commit_copies()
         ask_tiles(tiles, matrices[1] + uint64(4 * DIM * DIM) * uint64(head), thread)
         commit_copies()
+        # a product has subtracted the offset
+        offsets = cuda.local.array(ELEMENTS, float32)
+        load_offsets(uint64(0) if MATRIX else offset, part, offsets)
+        ratio = float32(1.0)
+        if CLIP:
+            ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
         if OVERLAPS:
             wait_for_launch()
         token, is_token, slots = load_slots(call, own)
@@ -254,12 +260,8 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
             wanted, target, exact_target = find_places(
                 side, slots, call[5], call[6], is_token, head
             )
-            ratio = float32(1.0)
-            if CLIP:
-                ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
             angles = uint64(4 * HALF_DIM) * uint64(token)
-            subtracted = uint64(0) if MATRIX else offset  # else the product has done it
-            how = (subtracted, call[3] + angles, call[4] + angles, ratio)
+            how = (offsets, call[3] + angles, call[4] + angles, ratio)
             prepare((buffer, part), (target, exact_target, *wanted), how, bad)
             if part == uint32(0):
                 low, high = uint32(target & uint64(0xFFFFFFFF)), uint32(target >> uint64(32))
