@@ -15,7 +15,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from ..device.codes import HALVES, PACK
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
-    load_global_f32,
+    begin_next_launch,
     load_shared_f32,
     load_shared_f32x4,
     load_written_f32,
@@ -63,7 +63,7 @@ def make_affine_kernel(spec):
 
     # fmt: off
     def affine(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
-             lens_stride, num_heads, ratio, ratio_factor, ratio_shift, num_rows, rows_of_block):
+             lens_stride, waits, num_heads, ratio, ratio_factor, ratio_shift, num_rows, rows_of_block):
         # fmt: on
         tid = uint32(cuda.threadIdx.x)
         lane, warp = tid & uint32(31), tid >> uint32(5)
@@ -72,6 +72,8 @@ def make_affine_kernel(spec):
         rows = shared_address(cuda.shared.array(0, uint32))
         sums = rows + uint32(DIM * ELEMENT)
 
+        if OVERLAPS and waits:
+            wait_for_launch()
         # Step 1: this warp's part of M, of a lane's columns
         part = cuda.local.array(PARTS, float32)
         if PRODUCT:
@@ -82,10 +84,11 @@ def make_affine_kernel(spec):
         for w in range(WIDTH):
             added[w] = float32(0)
             if not ENCODES and offset != uint64(0):
-                added[w] = load_global_f32(offsets + uint64(4) * uint64(inside(own, w)))
+                added[w] = load_written_f32(offsets + uint64(4) * uint64(inside(own, w)))
 
         if OVERLAPS:
             wait_for_launch()
+            begin_next_launch()
         first = int32(int32(cuda.blockIdx.z) * rows_of_block)
         last = min(int32(first + rows_of_block), num_rows)
         coming = cuda.local.array(LOADS, uint32)
@@ -114,8 +117,8 @@ def make_affine_kernel(spec):
                     if 32 * i + 31 < WORDS or word < uint32(WORDS):
                         one, two = low(coming[i]), high(coming[i])
                         if ENCODES and offset != uint64(0):
-                            one -= load_global_f32(offsets + uint64(8) * uint64(word))
-                            two -= load_global_f32(offsets + uint64(8) * uint64(word) + uint64(4))
+                            one -= load_written_f32(offsets + uint64(8) * uint64(word))
+                            two -= load_written_f32(offsets + uint64(8) * uint64(word) + uint64(4))
                         to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member
                         store_shared_f32(to, one)
                         store_shared_f32(to + uint32(ELEMENT), two)

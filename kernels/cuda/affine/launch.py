@@ -34,6 +34,7 @@ AFFINE: Table = (
     ("x_stride_head", "Q"),
     ("matrix_stride", "Q"),  # from one KV head to the next
     ("lens_stride", "Q"),
+    ("waits", "i"),  # whether matrix and offset, too, are read after the launch before
     ("num_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
     ("ratio_factor", "I"),  # row_layout.divisor
@@ -137,6 +138,7 @@ def _prepare(
         "x_stride_head": x_stride_head,
         "matrix_stride": 0 if matrix is None else 4 * matrix.stride(0),
         "lens_stride": 0 if seq_lens is None else 4 * seq_lens.stride(0),
+        "waits": not overlaps or is_copied,
         "num_heads": num_heads,
         "ratio": ratio,
         "ratio_factor": ratio_factor,
@@ -146,5 +148,4 @@ def _prepare(
     }
     grid = columns, num_kv_heads, -(-rows // rows_of_block)
     copied = (0,) if is_copied else ()
-    overlaps = overlaps and not is_copied
-    return Launch(spec, index, grid, constants, copied, overlaps=overlaps)
+    return Launch(spec, index, grid, constants, copied)

@@ -26,6 +26,7 @@ from ..device.ptx import (
     load_shared_u32x4,
     shared_address,
     store_shared_u32x4,
+    wait_for_launch,
     word_from_lane,
 )
 from .combine import make_combine_splits, make_write_empty
@@ -56,7 +57,7 @@ def attend_nothing(segments, segment, begin, end, reach, rows, results, shared):
 def make_decode_kernel(spec):
     DIM, THREE = spec.first.v_format.head_dim, spec.segments == 3
     SEGMENTS, COLUMNS = spec.segments, spec.block_columns
-    OVERLAPPED, KEPT, RINGS_AT = spec.overlapped, spec.kept, spec.rings_at
+    OVERLAPS, KEPT, RINGS_AT = spec.overlaps, spec.kept, spec.rings_at
     RAGGED, held_of, BATCH = spec.ragged, make_held(spec), spec.places["batch"]
     write = make_write(spec.query)
     columns_of_unit = make_columns_of(spec)
@@ -126,7 +127,9 @@ def make_decode_kernel(spec):
         partial, counters = common[3:5]
         columns, parts, places, workers, most_parts = common[11:16]
         shared = shared_address(cuda.shared.array(0, uint32))
-        if OVERLAPPED:
+        if OVERLAPS:
+            # what the next one reads before it waits is older than this launch, not than the last
+            wait_for_launch()
             begin_next_launch()
         batch = batch_of(common)  # of pieces: the grid has room for more than pieces.py has made
         # from a lane: ptxas has to see that a warp does not diverge
