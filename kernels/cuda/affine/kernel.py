@@ -63,7 +63,8 @@ def make_affine_kernel(spec):
 
     # fmt: off
     def affine(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
-             lens_stride, waits, num_heads, ratio, ratio_factor, ratio_shift, num_rows, rows_of_block):
+             lens_stride, waits, num_heads, ratio, ratio_factor, ratio_shift, num_rows,
+             rows_of_block):
         # fmt: on
         tid = uint32(cuda.threadIdx.x)
         lane, warp = tid & uint32(31), tid >> uint32(5)

@@ -19,7 +19,6 @@ from ..device.jit import device_function
 from ..device.ptx import (
     commit_copies,
     load_global_f32,
-    load_global_f32x4,
     shared_address,
     store_global_u32,
     store_global_u32x4,
@@ -37,7 +36,7 @@ from ..device.row_copies import (
     was_counted,
 )
 from ..device.row_layout import ELEMENTS, SIZES, UNIT
-from ..device.transform import make_transform, make_widen
+from ..device.transform import load_offsets, make_transform, make_widen
 from .feedback_rounding import make_ask_tile, make_round_row
 from .kernel import make_find_places, make_load_slots
 from .spec import TILES, Side
@@ -78,12 +77,13 @@ def _make_append_side(spec):
     FMT, SHARE, ROWS, BLOCK_ROWS = spec.fmt, spec.share, spec.rows, spec.block_rows
     HEAD_DIM, STAGE_BYTES, WARP_BYTES = FMT.head_dim, spec.stage_bytes, spec.warp_bytes
     LANES, BUFFER, CLIP = spec.lanes, spec.buffer_bytes, spec.clip
+    ACTIVE = HEAD_DIM // ELEMENTS
     HALF_DIM = spec.rotary_dim // 2
     STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
     ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
-    ask_tile, prepare, round_row = make_ask_tile(spec), make_prepare(spec), make_round_row(spec)
+    ask_tile = make_ask_tile(HEAD_DIM, spec.stride, spec.warps)
+    prepare, round_row = make_prepare(spec), make_round_row(spec)
     load_slots, find_places = make_load_slots(spec), make_find_places(spec)
-    load_offsets = make_load_offsets(FMT)
 
     @device_function
     def append_side(side, feedback, call):
@@ -113,8 +113,9 @@ def _make_append_side(spec):
             ask_row(buffers + uint32(BUFFER) * row, uint32(0), source, part, is_token)
         commit_copies()
         ask_tile(shared, feedback, thread, uint32(0))
+        commit_copies()
         offsets = cuda.local.array(ELEMENTS, float32)
-        load_offsets(offset, part, offsets)
+        load_offsets(offset, min(part, uint32(ACTIVE - 1)), offsets)
 
         # Step 3: they are made ready
         wait_for_older()
@@ -147,23 +148,6 @@ def _make_append_side(spec):
         round_row(shared, buffers + uint32(BUFFER) * row, feedback, thread, part, target, wanted[0])
 
     return append_side
-
-
-def make_load_offsets(fmt):
-    """The function that loads the offsets of a lane's elements; 0 where there are none."""
-    ACTIVE = fmt.head_dim // ELEMENTS
-
-    @device_function
-    def load_offsets(offset, part, offsets):
-        for i in range(ELEMENTS // 4):
-            four = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
-            if offset != uint64(0):
-                own = uint64(min(part, uint32(ACTIVE - 1)))
-                four = load_global_f32x4(offset + uint64(4 * ELEMENTS) * own + uint64(16 * i))
-            for k in range(4):
-                offsets[4 * i + k] = four[k]
-
-    return load_offsets
 
 
 def make_prepare(spec):

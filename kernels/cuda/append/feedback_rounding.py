@@ -13,7 +13,6 @@ What a lane does for a tile of 16 elements, which lie with scales and shifts in 
 Every product and sum rounds by itself, in the order of quantize.py.
 """
 
-import numpy as np
 from numba import cuda, float32, int32, uint16, uint32, uint64
 
 from ..device.codes import planes_of
@@ -38,7 +37,7 @@ from ..device.ptx import (
     subtract,
     wait_copies,
 )
-from ..device.quantize import ROUNDER, piece_of, reciprocal_of
+from ..device.quantize import MANTISSA, ROUNDER, ROUNDER_BITS, piece_of, reciprocal_of
 from ..device.row_layout import place_of_code, words_of_codes
 from .spec import TILE
 
@@ -50,10 +49,9 @@ def make_round_row(spec):
     FMT, STRIDE, STAGE_BYTES = spec.fmt, spec.stride, spec.stage_bytes
     TILES = FMT.head_dim // TILE
     PIECES, WORDS, SHARE = TILE // piece_of(FMT), words_of_codes(FMT), spec.share
-    START = start_of_codes(FMT)
     load_tile, put_tile = make_load_tile(FMT), make_put_tile(FMT)
     ask_tile, past, within = (
-        make_ask_tile(spec),
+        make_ask_tile(FMT.head_dim, STRIDE, spec.warps),
         make_past(spec.share, STRIDE),
         make_within(FMT, 0, STRIDE),
     )
@@ -69,6 +67,7 @@ def make_round_row(spec):
             following = uint32(tile + uint32(1))
             if following < uint32(TILES):
                 ask_tile(writing, feedback, thread, following)
+                commit_copies()
 
             # Step 2: the elements, their scales and shifts
             value = cuda.local.array(TILE, float32)
@@ -82,7 +81,7 @@ def make_round_row(spec):
             error = cuda.local.array(TILE, float32)
             codes = cuda.local.array(WORDS, uint32)
             for w in range(WORDS):
-                codes[w] = uint32(START)
+                codes[w] = uint32(0)
             past(reading, buffer, part, tile, owed)
             diagonal = uint32(reading + uint32(uint32(4 * TILE) * tile))
             within(diagonal, value, (scales, shifts, inverses), owed, error, codes)
@@ -168,10 +167,9 @@ def make_put_codes(fmt):
     return put_codes
 
 
-def make_ask_tile(spec):
-    """Make the function that starts the copies of a tile of L, up to its diagonal."""
-    HEAD_DIM, STRIDE = spec.fmt.head_dim, spec.stride
-    SPAN = 32 * spec.warps // TILE  # threads of a row
+def make_ask_tile(head_dim, stride, warps):
+    """The function that starts the copies of a tile of L, up to its diagonal, by so many warps."""
+    HEAD_DIM, STRIDE, SPAN = head_dim, stride, 32 * warps // TILE  # the last: threads of a row
     STEPS = -(-HEAD_DIM // (4 * SPAN))
 
     @device_function
@@ -186,7 +184,6 @@ def make_ask_tile(spec):
             if unit < units:
                 place = uint32(uint32(16) * unit)
                 copy_16(target + place, source + uint64(place), uint32(16))
-        commit_copies()
 
     return ask_tile
 
@@ -248,44 +245,31 @@ def make_within(fmt, i, stride):
             for r in range(i - LAST):
                 due = add(due, multiply(weight[r], error[LAST + r]))
         code, error[i] = round_element(value[i], due, scales[PLACE], shifts[PLACE], inverses[PLACE])
-        codes[WORD] += uint32(float_bits(code) << uint32(BIT))
+        codes[WORD] |= uint32(code << uint32(BIT))
         rest(diagonal, value, group, owed, error, codes)
 
     return within
 
 
 def make_round_element(fmt):
-    """The function to an element's code, in the low bits of a float, and its error.
+    """The function to an element's code and its error.
 
     Numbers are codes / 2**bits, so that instructions clamp them to 0 to 1: below before they are
     rounded, above when they are and 1 more is at most 2**bits.
     """
-    ONE, ROUNDER_OF_CODES = _rounder_of(fmt)
+    LEVELS = fmt.pick(integers=int(fmt.facts.levels))
+    ONE, BITS = 1 / (LEVELS + 1), ROUNDER_BITS - (LEVELS.bit_length() << MANTISSA)
+    ROUNDS = ROUNDER * ONE
 
     @device_function
     def round_element(value, due, scale, shift, inverse):
         wanted = multiply_clamped(subtract(subtract(value, due), shift), inverse)
-        rounded = add(wanted, float32(ROUNDER_OF_CODES))
-        more = add_clamped(rounded, float32(ONE - ROUNDER_OF_CODES))
+        more = add_clamped(add(wanted, float32(ROUNDS)), float32(ONE - ROUNDS))
         code = subtract(more, float32(ONE))
         error = subtract(multiply_add(code, scale, shift), value)  # the product is exact
-        return add(code, float32(ROUNDER_OF_CODES)), error
+        return uint32(float_bits(add(code, float32(ROUNDS))) - uint32(BITS)), error
 
     return round_element
-
-
-def start_of_codes(fmt):
-    """What a word is, so that it is codes once all floats of make_round_element are added."""
-    _, rounder = _rounder_of(fmt)
-    bits = int(np.float32(rounder).view(np.uint32))
-    places = (place_of_code(fmt, i) for i in range(TILE))
-    return -sum(bits << bit for word, bit in places if word == 0) % 2**32
-
-
-def _rounder_of(fmt):
-    """1 code, and what rounds to codes."""
-    one = 1 / (fmt.pick(integers=fmt.facts.levels) + 1)
-    return one, ROUNDER * one
 
 
 @device_function

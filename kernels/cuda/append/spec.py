@@ -240,25 +240,18 @@ class TileLayout:
         return self.head_dim // TILE
 
     @property
-    def half(self) -> int:
-        """Tiles that begin a row; each of the others stands beside one of them."""
-        return -(-self.tiles // 2)
-
-    @property
     def stride(self) -> int:
         """Bytes from a row to the next: an odd number of units."""
         return 4 * TILE * (self.tiles + 1) + UNIT
 
     @property
     def nbytes(self) -> int:
-        return self.half * TILE * self.stride
+        return -(-self.tiles // 2) * TILE * self.stride
 
     def place_of(self, tile: int) -> int:
-        """Where a tile begins."""
-        if tile < self.half:
-            return TILE * self.stride * tile
-        beside = self.tiles - 1 - tile
-        return TILE * self.stride * beside + 4 * TILE * (beside + 1)
+        """Where a tile begins: those of the second half stand beside one of the first."""
+        first = min(tile, self.tiles - 1 - tile)
+        return TILE * self.stride * first + 4 * TILE * (first + 1) * (tile > first)
 
 
 @dataclass(frozen=True)

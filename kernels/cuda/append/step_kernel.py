@@ -30,8 +30,8 @@ from ..device.ptx import (
 )
 from ..device.row_copies import make_ask, make_load_old
 from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, SIZES, UNIT
-from ..device.transform import make_transform, swizzle
-from .feedback_kernel import make_load_offsets, make_prepare
+from ..device.transform import load_offsets, make_transform, swizzle
+from .feedback_kernel import make_prepare
 from .feedback_step import make_ask_tiles, make_round_rows
 from .kernel import WORDS, make_append_side, make_find_places, make_load_slots, make_put_row
 from .spec import Side, TileLayout
@@ -210,7 +210,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
     ask_row = make_ask(DIM * SIZES[spec.source], LANES, UNIT, False)
     ask_tiles, round_rows = make_ask_tiles(layout), make_round_rows(layout, FMT, BUFFER)
     load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
-    load_offsets, prepare = make_load_offsets(FMT), make_prepare(as_prepared)
+    prepare = make_prepare(as_prepared)
 
     @device_function
     def append(side, matrices, call, shared, bad):
@@ -240,7 +240,8 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
         commit_copies()
         # a product has subtracted the offset
         offsets = cuda.local.array(ELEMENTS, float32)
-        load_offsets(uint64(0) if MATRIX else offset, part, offsets)
+        own_part = min(part, uint32(DIM // ELEMENTS - 1))
+        load_offsets(uint64(0) if MATRIX else offset, own_part, offsets)
         ratio = float32(1.0)
         if CLIP:
             ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
