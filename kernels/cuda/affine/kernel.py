@@ -15,7 +15,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from ..device.codes import HALVES, PACK
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
-    begin_next_launch,
+    hand_over,
     load_shared_f32,
     load_shared_f32x4,
     load_written_f32,
@@ -88,8 +88,7 @@ def make_affine_kernel(spec):
                 added[w] = load_written_f32(offsets + uint64(4) * uint64(inside(own, w)))
 
         if OVERLAPS:
-            wait_for_launch()
-            begin_next_launch()
+            hand_over()
         first = int32(int32(cuda.blockIdx.z) * rows_of_block)
         last = min(int32(first + rows_of_block), num_rows)
         coming = cuda.local.array(LOADS, uint32)

@@ -20,13 +20,13 @@ from ..device.jit import device_function
 from ..device.products import make_products, part_floats, row_words
 from ..device.ptx import (
     commit_copies,
+    hand_over,
     load_global_f32,
     shared_address,
     store_global_u32x2,
     store_shared_f32x4,
     store_shared_u32x4,
     wait_copies,
-    wait_for_launch,
 )
 from ..device.row_copies import make_ask, make_load_old
 from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, SIZES, UNIT
@@ -65,7 +65,7 @@ def make_step_kernel(spec):
             target = (q_out, place, uint64(int32(num_heads * ratio)), count)
             transform_queries(source, q_token, count, matrix, shared, target)
             if OVERLAPS:
-                wait_for_launch()
+                hand_over()
             return
         pages = (num_slots, page_size, page_factor, page_shift)
         seq_slots = (num_exact, exact_len, exact_factor, exact_shift)
@@ -121,7 +121,7 @@ def _make_append(spec, side, rotary_dim):
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         if warp >= uint32(ROW_WARPS):
             return
         part, row = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
@@ -166,7 +166,7 @@ def _make_append_products(spec, side):
         words, columns = cuda.local.array(NEW, uint32), cuda.local.array(PART, float32)
         ask(source, x_token, count, matrix, words, columns)
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         _, is_token, slots = load_slots(call, own)
         put_rows(words, offset, shared)
         wanted, target, exact_target = find_places(side, slots, call[5], call[6], is_token, head)
@@ -246,7 +246,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
         if CLIP:
             ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         token, is_token, slots = load_slots(call, own)
         if MATRIX:
             product = uint32(shared + uint32(PRODUCT))

@@ -21,12 +21,11 @@ from numba import cuda, int32, uint32, uint64
 from ..device.combine import make_write
 from ..device.jit import device_function
 from ..device.ptx import (
-    begin_next_launch,
+    hand_over,
     load_shared_u32,
     load_shared_u32x4,
     shared_address,
     store_shared_u32x4,
-    wait_for_launch,
     word_from_lane,
 )
 from .combine import make_combine_splits, make_write_empty
@@ -128,9 +127,7 @@ def make_decode_kernel(spec):
         columns, parts, places, workers, most_parts = common[11:16]
         shared = shared_address(cuda.shared.array(0, uint32))
         if OVERLAPS:
-            # what the next one reads before it waits is older than this launch, not than the last
-            wait_for_launch()
-            begin_next_launch()
+            hand_over()
         batch = batch_of(common)  # of pieces: the grid has room for more than pieces.py has made
         # from a lane: ptxas has to see that a warp does not diverge
         warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))

@@ -181,6 +181,10 @@ load_acquired_u32 = instruction("ld.acquire.sys.global.u32 $0,[$1];", "u32", "u6
 # it wrote is seen; let the next one begin once all blocks have come here
 wait_for_launch = instruction("griddepcontrol.wait;", "", "", pure=False)
 begin_next_launch = instruction("griddepcontrol.launch_dependents;", "", "", pure=False)
+# first one, then the other: what the next launch reads before it waits must be older than this one
+hand_over = instruction(
+    "griddepcontrol.wait; griddepcontrol.launch_dependents;", "", "", pure=False
+)
 # counts up to `last`, then from 0 again; gives the count before
 atomic_inc_wrap = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 atomic_add = instruction("atom.global.add.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
