@@ -81,8 +81,7 @@ def _make_append_side(spec):
     HALF_DIM = spec.rotary_dim // 2
     STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
     ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
-    ask_tile = make_ask_tile(HEAD_DIM, spec.stride, spec.warps)
-    prepare, round_row = make_prepare(spec), make_round_row(spec)
+    ask_tile, prepare, round_row = make_ask_tile(spec), make_prepare(spec), make_round_row(spec)
     load_slots, find_places = make_load_slots(spec), make_find_places(spec)
 
     @device_function
@@ -113,7 +112,6 @@ def _make_append_side(spec):
             ask_row(buffers + uint32(BUFFER) * row, uint32(0), source, part, is_token)
         commit_copies()
         ask_tile(shared, feedback, thread, uint32(0))
-        commit_copies()
         offsets = cuda.local.array(ELEMENTS, float32)
         load_offsets(offset, min(part, uint32(ACTIVE - 1)), offsets)
 

@@ -51,7 +51,7 @@ def make_round_row(spec):
     PIECES, WORDS, SHARE = TILE // piece_of(FMT), words_of_codes(FMT), spec.share
     load_tile, put_tile = make_load_tile(FMT), make_put_tile(FMT)
     ask_tile, past, within = (
-        make_ask_tile(FMT.head_dim, STRIDE, spec.warps),
+        make_ask_tile(spec),
         make_past(spec.share, STRIDE),
         make_within(FMT, 0, STRIDE),
     )
@@ -67,7 +67,6 @@ def make_round_row(spec):
             following = uint32(tile + uint32(1))
             if following < uint32(TILES):
                 ask_tile(writing, feedback, thread, following)
-                commit_copies()
 
             # Step 2: the elements, their scales and shifts
             value = cuda.local.array(TILE, float32)
@@ -167,9 +166,10 @@ def make_put_codes(fmt):
     return put_codes
 
 
-def make_ask_tile(head_dim, stride, warps):
-    """The function that starts the copies of a tile of L, up to its diagonal, by so many warps."""
-    HEAD_DIM, STRIDE, SPAN = head_dim, stride, 32 * warps // TILE  # the last: threads of a row
+def make_ask_tile(spec):
+    """Make the function that starts the copies of a tile of L, up to its diagonal."""
+    HEAD_DIM, STRIDE = spec.fmt.head_dim, spec.stride
+    SPAN = 32 * spec.warps // TILE  # threads of a row
     STEPS = -(-HEAD_DIM // (4 * SPAN))
 
     @device_function
@@ -184,6 +184,7 @@ def make_ask_tile(head_dim, stride, warps):
             if unit < units:
                 place = uint32(uint32(16) * unit)
                 copy_16(target + place, source + uint64(place), uint32(16))
+        commit_copies()
 
     return ask_tile
 

@@ -18,37 +18,65 @@ from numba import cuda, float32, uint32, uint64
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     add,
+    arrive,
+    barrier,
+    commit_copies,
+    copy_16,
     load_shared_f32,
     load_shared_f32x4,
     load_shared_u32x4,
     multiply,
     shfl_of_16,
+    wait_copies,
+    word_from_lane,
 )
 from ..device.quantize import piece_of
 from ..device.row_layout import PRODUCT_ROWS, PRODUCT_WARPS, place_of_code, words_of_codes
-from .feedback_rounding import make_ask_tile, make_load_piece, make_put_codes, make_round_element
+from .feedback_rounding import make_load_piece, make_put_codes, make_round_element
 from .spec import SHARE, TILE
 
+wait_for_all = wait_copies[0]
 ROUNDERS = PRODUCT_ROWS * SHARE // 32  # warps
 QUAD = 4  # elements whose weights come together
+FIRST = 2  # tiles of columns of L that rounding begins with
 LAG = 2  # errors that come too late for a lane to pass on what an element owes for them
 
 
 def make_ask_tiles(layout):
-    """Make the function that starts the copies of all tiles of L, by all threads of a block."""
-    PLACES = tuple(map(layout.place_of, range(layout.tiles)))
-    ask_tile = make_ask_tile(layout.head_dim, layout.stride, PRODUCT_WARPS)
+    """Make the function that starts the copies of all tiles of L, by all threads of a block: a
+    group of the columns that come first, and one of the others."""
+    end = layout.tiles
+    first = [_make_ask(layout, tile, 0, min(FIRST, tile + 1)) for tile in range(end)]
+    others = [_make_ask(layout, tile, FIRST, tile + 1) for tile in range(FIRST, end)]
+    return in_turn([*first, _commit, *others, _commit])
+
+
+@device_function
+def _commit(shared, feedback, thread):
+    commit_copies()
+
+
+def _make_ask(layout, tile, begin, end):
+    """Make the function that starts the copies of some tiles of columns of a tile of rows."""
+    HEAD_DIM, STRIDE, SPAN = layout.head_dim, layout.stride, 32 * PRODUCT_WARPS // TILE
+    BEGIN, END = TILE // 4 * begin, TILE // 4 * end  # units of 16 bytes, of SPAN threads a row
+    PLACE, STEPS = layout.place_of(tile), -(-(END - BEGIN) // SPAN)
 
     @device_function
-    def ask_tiles(shared, feedback, thread):
-        for tile in range(len(PLACES)):
-            ask_tile(uint32(shared + uint32(PLACES[tile])), feedback, thread, uint32(tile))
+    def ask(shared, feedback, thread):
+        row, first = uint32(thread // uint32(SPAN)), uint32(thread % uint32(SPAN))
+        source = feedback + uint64(4 * HEAD_DIM) * uint64(uint32(TILE * tile) + row)
+        target = uint32(shared + uint32(PLACE) + uint32(STRIDE) * row)
+        for step in range(STEPS):
+            unit = uint32(first + uint32(BEGIN + step * SPAN))
+            if unit < uint32(END):
+                copy_16(target + uint32(16) * unit, source + uint64(16) * uint64(unit), uint32(16))
 
-    return ask_tiles
+    return ask
 
 
 def make_round_rows(layout, fmt, buffer_bytes):
-    """The function that rounds the rows of a block, whose tiles of L have come.
+    """The function that rounds the rows of a block, whose first columns of L have come.
 
     Arguments, in shared memory: tiles; buffers; of each row its address in two words, and whether
     it goes anywhere.
@@ -76,8 +104,12 @@ def make_round_rows(layout, fmt, buffer_bytes):
     @device_function
     def round_rows(tiles, buffers, places):
         thread = uint32(cuda.threadIdx.x)
-        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        lane = uint32(thread & uint32(31))
+        # from a lane: ptxas has to see that a warp does not diverge
+        warp = word_from_lane(uint32(thread >> uint32(5)), uint32(0))
         if warp >= uint32(ROUNDERS):
+            wait_for_all()
+            arrive(uint32(1), uint32(32 * PRODUCT_WARPS))
             return
         part = uint32(lane % uint32(SHARE))
         row = uint32(uint32(2) * warp + uint32(lane // uint32(SHARE)))
@@ -114,6 +146,9 @@ def make_round_rows(layout, fmt, buffer_bytes):
         for tile in range(TILES - FEW):
             round_first((part, buffer, uint32(tile)), state)
             end_tile(part, uint32(tile), owed, codes, own_codes)
+            if tile == 0:  # the other columns have come
+                wait_for_all()
+                barrier(uint32(1), uint32(32 * PRODUCT_WARPS))
         for tile in range(TILES - FEW, TILES):
             round_last((part, buffer, uint32(tile)), state)
             end_tile(part, uint32(tile), owed, codes, own_codes)

@@ -36,7 +36,7 @@ from .feedback_step import make_ask_tiles, make_round_rows
 from .kernel import WORDS, make_append_side, make_find_places, make_load_slots, make_put_row
 from .spec import Side, TileLayout
 
-wait_for_older, wait_for_all = wait_copies[1], wait_copies[0]
+wait_for_rows, wait_for_first = wait_copies[2], wait_copies[1]
 
 
 def make_step_kernel(spec):
@@ -237,7 +237,6 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
             ask_row(buffer, uint32(0), source + place, part, is_row)
         commit_copies()
         ask_tiles(tiles, matrices[1] + uint64(4 * DIM * DIM) * uint64(head), thread)
-        commit_copies()
         # a product has subtracted the offset
         offsets = cuda.local.array(ELEMENTS, float32)
         own_part = min(part, uint32(DIM // ELEMENTS - 1))
@@ -256,7 +255,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
 
         # Step 2: they are made ready, as in feedback_kernel.py
         if has_rows:
-            wait_for_older()
+            wait_for_rows()
             cuda.syncwarp()
             wanted, target, exact_target = find_places(
                 side, slots, call[5], call[6], is_token, head
@@ -271,7 +270,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
                 store_shared_u32x4(place, (low, high, is_written, uint32(0)))
 
         # Step 3: and rounded
-        wait_for_all()
+        wait_for_first()
         cuda.syncthreads()
         round_rows(tiles, buffers, uint32(shared + uint32(PLACES)))
 
