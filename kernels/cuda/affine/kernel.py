@@ -6,8 +6,8 @@ encode them, the way back: y = (x - offset) M, float32.
             memory; then the sum of all parts of one row
 
 Loads of M, rows and offset are under way together, and the next rows during a product. If the
-launch overlaps the one that gives the rows, M comes meanwhile. Two columns a lane do not change the
-order of the sums.
+launch overlaps the one that gives the rows, M comes meanwhile. How many columns a lane has does not
+change the order of the sums.
 """
 
 from numba import cuda, float32, int32, uint32, uint64

@@ -21,8 +21,10 @@ from ..runtime.tensors import facts_of, is_readable, strides
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 COLUMNS = 32  # of a block, one of each lane, times its width
-BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
-WIDTH = 2  # columns of a lane where these do not do: a block needs twice the registers
+BLOCKS_PER_SM = 4  # at most: more rows, and blocks go on with their part of M
+# Shared memory gives lanes four rows' elements in the time of 16 products: of one column, products
+# wait for it. Of several a block needs more registers, so that fewer are on an SM.
+FEW_BLOCKS_PER_SM = 2
 MOST_BLOCKS = 65535  # along y and z
 AFFINE: Table = (
     ("x", "P"),  # [batch, num_heads, head_dim], a multiple of 4 bytes, as are its strides
@@ -126,9 +128,9 @@ def _prepare(
     rows, columns = batch * ratio, -(-head_dim // COLUMNS)
     most = BLOCKS_PER_SM * gpu.sm_count
     groups = -(-rows // spec.warps)
-    if spec.product and groups * columns * num_kv_heads > most:
-        spec = replace(spec, width=WIDTH)
-        columns, most = -(-head_dim // (COLUMNS * WIDTH)), most // WIDTH
+    if spec.product and groups * columns * num_kv_heads > FEW_BLOCKS_PER_SM * gpu.sm_count:
+        spec = replace(spec, width=4 if 64 < head_dim <= 128 else 2)
+        columns, most = -(-columns // spec.width), most // spec.width
     walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
     rows_of_block = spec.warps * walked
     x_stride_batch, x_stride_head = strides(x, is_copied)

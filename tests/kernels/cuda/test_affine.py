@@ -144,7 +144,7 @@ def test_rows_of_any_strides() -> None:
     simulate(make(80, 9, (1, 1), torch.float16, "offset strided"), warps=8)
     # blocks go on with more rows
     given = make(80, 5, (5, 1), words="matrix lens")
-    with mock.patch.object(launching, "BLOCKS_PER_SM", 12):  # 2 slices by 3 chunks of 3 groups
+    with mock.patch.object(launching, "BLOCKS_PER_SM", 12):  # 3 chunks of 3 groups
         simulate(given)
 
 
@@ -159,8 +159,8 @@ def test_rows_are_cut_by_slices_heads_and_chunks(monkeypatch: pytest.MonkeyPatch
     small, large = cuda.launched
     assert (small.block, small.stream, small.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
     assert small.grid == (3, 2, 33)  # 260 rows of each KV head
-    assert large.grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
-    assert large.shared == 32 * (128 + 512)
+    assert large.grid == (1, 8, 16)  # of 1024 rows, 64 each; lanes of four columns
+    assert large.shared == 32 * (128 + 1024)
 
 
 def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
