@@ -16,7 +16,7 @@ Every product and sum rounds by itself, in the order of quantize.py.
 from numba import cuda, float32, int32, uint16, uint32, uint64
 
 from ..device.codes import planes_of
-from ..device.jit import device_function
+from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     add,
     add_clamped,
@@ -53,7 +53,7 @@ def make_round_row(spec):
     ask_tile, past, within = (
         make_ask_tile(spec),
         make_past(spec.share, STRIDE),
-        make_within(FMT, 0, STRIDE),
+        in_turn([_make_within(FMT, i, STRIDE) for i in range(TILE)]),
     )
 
     @device_function
@@ -225,13 +225,10 @@ def make_past(share, stride):
     return past
 
 
-def make_within(fmt, i, stride):
-    """Make the function that rounds the elements of a tile from the i-th on."""
-    if i == TILE:
-        return _nothing
-    PIECE, LAST = piece_of(fmt), i // 4 * 4
-    PLACE, (WORD, BIT) = i // PIECE, place_of_code(fmt, i)
-    rest, round_element = make_within(fmt, i + 1, stride), make_round_element(fmt)
+def _make_within(fmt, i, stride):
+    """Make the function that rounds the i-th element of a tile, after those before."""
+    LAST, PLACE, (WORD, BIT) = i // 4 * 4, i // piece_of(fmt), place_of_code(fmt, i)
+    round_element = make_round_element(fmt)
 
     @device_function
     def within(diagonal, value, group, owed, error, codes):
@@ -247,7 +244,6 @@ def make_within(fmt, i, stride):
                 due = add(due, multiply(weight[r], error[LAST + r]))
         code, error[i] = round_element(value[i], due, scales[PLACE], shifts[PLACE], inverses[PLACE])
         codes[WORD] |= uint32(code << uint32(BIT))
-        rest(diagonal, value, group, owed, error, codes)
 
     return within
 
@@ -271,8 +267,3 @@ def make_round_element(fmt):
         return uint32(float_bits(add(code, float32(ROUNDS))) - uint32(BITS)), error
 
     return round_element
-
-
-@device_function
-def _nothing(diagonal, value, group, owed, error, codes):
-    pass
