@@ -180,10 +180,10 @@ def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.Monk
 def test_a_matrix_is_read_early_only_where_the_launch_before_does_not_write_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda, (x, *others) = install(monkeypatch), make()
+    cuda, (x, matrix, offset, lens) = install(monkeypatch), make()
     odd = torch.zeros(1 + x.numel(), dtype=x.dtype)[1:].view(x.shape)  # it is copied before
     for rows, overlaps in ((x, False), (x, True), (odd, True)):
-        launching.affine_rows(rows, *others, overlaps=overlaps)
+        launching.affine_rows(rows, matrix, offset, lens, overlaps=overlaps)
     given = [arguments_of(AffineSpec(64), one.arguments) for one in cuda.launched]
     assert [one["waits"] for one in given] == [1, 0, 1]
     assert all(one.overlaps for one in cuda.launched)
