@@ -16,6 +16,7 @@ from ..device.codes import HALVES, PACK
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     hand_over,
+    load_global_f32,
     load_shared_f32,
     load_shared_f32x4,
     load_written_f32,
@@ -116,9 +117,9 @@ def make_affine_kernel(spec):
                     word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
                     if 32 * i + 31 < WORDS or word < uint32(WORDS):
                         one, two = low(coming[i]), high(coming[i])
-                        if ENCODES and offset != uint64(0):
-                            one -= load_written_f32(offsets + uint64(8) * uint64(word))
-                            two -= load_written_f32(offsets + uint64(8) * uint64(word) + uint64(4))
+                        if ENCODES and offset != uint64(0):  # launches that encode do not overlap
+                            one -= load_global_f32(offsets + uint64(8) * uint64(word))
+                            two -= load_global_f32(offsets + uint64(8) * uint64(word) + uint64(4))
                         to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member
                         store_shared_f32(to, one)
                         store_shared_f32(to + uint32(ELEMENT), two)

@@ -150,4 +150,4 @@ def _prepare(
     }
     grid = columns, num_kv_heads, -(-rows // rows_of_block)
     copied = (0,) if is_copied else ()
-    return Launch(spec, index, grid, constants, copied)
+    return Launch(spec, index, grid, constants, copied, overlaps=not encodes)
