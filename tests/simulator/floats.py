@@ -36,6 +36,12 @@ def _extremum(name: Name) -> Operation:
     return np.fmin if name[1] == "min" else np.fmax
 
 
+@operation(r"(add|mul)\.rn\.sat\.f32")
+def _clamped(name: Name) -> Operation:
+    combine = operator.add if name[1] == "add" else operator.mul
+    return lambda x, y: np.clip(np.nan_to_num(combine(x, y), nan=0), np.float32(0), np.float32(1))
+
+
 @operation(r"(add|sub|mul|fma)\.rn\.f32")
 def _float32(name: Name) -> Operation:
     def multiply_add(x: Any, y: Any, z: Any) -> Any:

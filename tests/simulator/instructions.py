@@ -221,12 +221,13 @@ def _mma(name: Name) -> Operation:
 def _shuffle(name: Name) -> Operation:
     def combine(given: Any) -> Any:
         if name[1] == "bfly":
-            return [given[i ^ (int(lane) & 31)][0] for i, (_, lane) in enumerate(given)]
-        return [given[int(lane) & 31][0] for _, lane in given]
+            return [given[i ^ (int(lane) & 31)][0] for i, (_, lane, _) in enumerate(given)]
+        return [given[i & own | int(lane) & 31][0] for i, (_, lane, own) in enumerate(given)]
 
     def shuffle(value: Any, lane: Any, clamp: Any, members: Any) -> Any:
-        _require_all(members, clamp)
-        return block().meet(name.string, (value, lane), combine)
+        own = int(clamp) >> 8  # bits of a lane that stay: only a part of a warp takes part
+        _require_all(members, clamp - (own << 8))
+        return block().meet(name.string, (value, lane, own), combine)
 
     return shuffle
 

@@ -6,8 +6,8 @@ encode them, the way back: y = (x - offset) M, float32.
             memory; then the sum of all parts of one row
 
 Loads of M, rows and offset are under way together, and the next rows during a product. If the
-launch overlaps the one that gives the rows, M comes meanwhile. Two columns a lane do not change the
-order of the sums.
+launch overlaps the one that gives the rows, M comes meanwhile. How many columns a lane has does not
+change the order of the sums.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -15,6 +15,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from ..device.codes import HALVES, PACK
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
+    hand_over,
     load_global_f32,
     load_shared_f32,
     load_shared_f32x4,
@@ -63,7 +64,8 @@ def make_affine_kernel(spec):
 
     # fmt: off
     def affine(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
-             lens_stride, num_heads, ratio, ratio_factor, ratio_shift, num_rows, rows_of_block):
+             lens_stride, waits, num_heads, ratio, ratio_factor, ratio_shift, num_rows,
+             rows_of_block):
         # fmt: on
         tid = uint32(cuda.threadIdx.x)
         lane, warp = tid & uint32(31), tid >> uint32(5)
@@ -72,6 +74,8 @@ def make_affine_kernel(spec):
         rows = shared_address(cuda.shared.array(0, uint32))
         sums = rows + uint32(DIM * ELEMENT)
 
+        if OVERLAPS and waits:
+            wait_for_launch()
         # Step 1: this warp's part of M, of a lane's columns
         part = cuda.local.array(PARTS, float32)
         if PRODUCT:
@@ -82,10 +86,10 @@ def make_affine_kernel(spec):
         for w in range(WIDTH):
             added[w] = float32(0)
             if not ENCODES and offset != uint64(0):
-                added[w] = load_global_f32(offsets + uint64(4) * uint64(inside(own, w)))
+                added[w] = load_written_f32(offsets + uint64(4) * uint64(inside(own, w)))
 
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         first = int32(int32(cuda.blockIdx.z) * rows_of_block)
         last = min(int32(first + rows_of_block), num_rows)
         coming = cuda.local.array(LOADS, uint32)
@@ -113,7 +117,7 @@ def make_affine_kernel(spec):
                     word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
                     if 32 * i + 31 < WORDS or word < uint32(WORDS):
                         one, two = low(coming[i]), high(coming[i])
-                        if ENCODES and offset != uint64(0):
+                        if ENCODES and offset != uint64(0):  # launches that encode do not overlap
                             one -= load_global_f32(offsets + uint64(8) * uint64(word))
                             two -= load_global_f32(offsets + uint64(8) * uint64(word) + uint64(4))
                         to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member

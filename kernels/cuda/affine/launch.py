@@ -21,8 +21,10 @@ from ..runtime.tensors import facts_of, is_readable, strides
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 COLUMNS = 32  # of a block, one of each lane, times its width
-BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
-WIDTH = 2  # columns of a lane where these do not do: a block needs twice the registers
+BLOCKS_PER_SM = 4  # at most: more rows, and blocks go on with their part of M
+# Shared memory gives lanes four rows' elements in the time of 16 products: of one column, products
+# wait for it. Of several a block needs more registers, so that fewer are on an SM.
+FEW_BLOCKS_PER_SM = 2
 MOST_BLOCKS = 65535  # along y and z
 AFFINE: Table = (
     ("x", "P"),  # [batch, num_heads, head_dim], a multiple of 4 bytes, as are its strides
@@ -34,6 +36,7 @@ AFFINE: Table = (
     ("x_stride_head", "Q"),
     ("matrix_stride", "Q"),  # from one KV head to the next
     ("lens_stride", "Q"),
+    ("waits", "i"),  # whether matrix and offset, too, are read after the launch before
     ("num_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
     ("ratio_factor", "I"),  # row_layout.divisor
@@ -125,9 +128,9 @@ def _prepare(
     rows, columns = batch * ratio, -(-head_dim // COLUMNS)
     most = BLOCKS_PER_SM * gpu.sm_count
     groups = -(-rows // spec.warps)
-    if spec.product and groups * columns * num_kv_heads > most:
-        spec = replace(spec, width=WIDTH)
-        columns, most = -(-head_dim // (COLUMNS * WIDTH)), most // WIDTH
+    if spec.product and groups * columns * num_kv_heads > FEW_BLOCKS_PER_SM * gpu.sm_count:
+        spec = replace(spec, width=4 if 64 < head_dim <= 128 else 2)
+        columns, most = -(-columns // spec.width), most // spec.width
     walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
     rows_of_block = spec.warps * walked
     x_stride_batch, x_stride_head = strides(x, is_copied)
@@ -137,6 +140,7 @@ def _prepare(
         "x_stride_head": x_stride_head,
         "matrix_stride": 0 if matrix is None else 4 * matrix.stride(0),
         "lens_stride": 0 if seq_lens is None else 4 * seq_lens.stride(0),
+        "waits": not overlaps or is_copied,
         "num_heads": num_heads,
         "ratio": ratio,
         "ratio_factor": ratio_factor,
@@ -146,5 +150,4 @@ def _prepare(
     }
     grid = columns, num_kv_heads, -(-rows // rows_of_block)
     copied = (0,) if is_copied else ()
-    overlaps = overlaps and not is_copied
-    return Launch(spec, index, grid, constants, copied, overlaps=overlaps)
+    return Launch(spec, index, grid, constants, copied, overlaps=not encodes)

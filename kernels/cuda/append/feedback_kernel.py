@@ -24,6 +24,7 @@ from ..device.ptx import (
     store_global_u32x4,
     store_shared_f32x4,
     store_shared_u32,
+    subtract,
     wait_copies,
 )
 from ..device.quantize import NAN_WORDS, make_measure, make_parameters, make_round, piece_of
@@ -35,7 +36,7 @@ from ..device.row_copies import (
     was_counted,
 )
 from ..device.row_layout import ELEMENTS, SIZES, UNIT
-from ..device.transform import make_transform, make_widen, subtract_offset
+from ..device.transform import load_offsets, make_transform, make_widen
 from .feedback_rounding import make_ask_tile, make_round_row
 from .kernel import make_find_places, make_load_slots
 from .spec import TILES, Side
@@ -76,6 +77,7 @@ def _make_append_side(spec):
     FMT, SHARE, ROWS, BLOCK_ROWS = spec.fmt, spec.share, spec.rows, spec.block_rows
     HEAD_DIM, STAGE_BYTES, WARP_BYTES = FMT.head_dim, spec.stage_bytes, spec.warp_bytes
     LANES, BUFFER, CLIP = spec.lanes, spec.buffer_bytes, spec.clip
+    ACTIVE = HEAD_DIM // ELEMENTS
     HALF_DIM = spec.rotary_dim // 2
     STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
     ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
@@ -100,7 +102,7 @@ def _make_append_side(spec):
         buffers = uint32(shared + uint32(TILES * STAGE_BYTES)) + uint32(WARP_BYTES) * warp
         first = uint32(uint32(cuda.blockIdx.x) * uint32(BLOCK_ROWS) + uint32(warp * uint32(ROWS)))
 
-        # Step 2: all rows are asked for, and the first tile
+        # Step 2: all rows are asked for, the first tile and the offset
         part, own = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
         for step in range(STEPS):
             row = uint32(uint32(step * TOGETHER) + own)
@@ -110,6 +112,8 @@ def _make_append_side(spec):
             ask_row(buffers + uint32(BUFFER) * row, uint32(0), source, part, is_token)
         commit_copies()
         ask_tile(shared, feedback, thread, uint32(0))
+        offsets = cuda.local.array(ELEMENTS, float32)
+        load_offsets(offset, min(part, uint32(ACTIVE - 1)), offsets)
 
         # Step 3: they are made ready
         wait_for_older()
@@ -127,7 +131,7 @@ def _make_append_side(spec):
             prepare(
                 (buffers + uint32(BUFFER) * row, part),
                 (target, exact_target, *wanted),
-                (offset, cos + angles, sin + angles, ratio),
+                (offsets, cos + angles, sin + angles, ratio),
                 bad,
             )
         cuda.syncwarp()
@@ -146,7 +150,7 @@ def _make_append_side(spec):
 
 def make_prepare(spec):
     """The function that transforms a row in its buffer, writes it in 16 bit to an exact slot, and
-    leaves what is to be packed. Arguments: the offset (an address)."""
+    leaves what is to be packed. Offsets are those of load_offsets, which comes before any wait."""
     FMT, LANES, EXACT = spec.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
     ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE
@@ -167,7 +171,7 @@ def make_prepare(spec):
     def prepare(row, targets, how, bad):
         buffer, part = row
         target, exact_target, to_packed, to_exact, leaves = targets
-        offset, cos, sin, ratio = how
+        offsets, cos, sin, ratio = how
         old = cuda.local.array(WORDS, uint32)
         if EXACT:
             load_old(old, exact_target, part, leaves)
@@ -176,9 +180,8 @@ def make_prepare(spec):
             counts = to_packed and not (leaves and was_counted(old, OLD_NAN))
         x = cuda.local.array(ELEMENTS, float32)
         transform(buffer, uint32(0), part, x, uint64(0), cos, sin)
-        if offset != uint64(0):
-            own = uint32(min(part, uint32(ACTIVE - 1)))
-            subtract_offset(x, uint32(uint32(ELEMENTS) * own), offset)
+        for i in range(ELEMENTS):
+            x[i] = subtract(x[i], offsets[i])
         cuda.syncwarp()  # RoPE reads what other lanes overwrite
         if EXACT:
             words = cuda.local.array(WORDS, uint32)

@@ -16,9 +16,10 @@ Every product and sum rounds by itself, in the order of quantize.py.
 from numba import cuda, float32, int32, uint16, uint32, uint64
 
 from ..device.codes import planes_of
-from ..device.jit import device_function
+from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     add,
+    add_clamped,
     commit_copies,
     copy_16,
     float_bits,
@@ -26,10 +27,9 @@ from ..device.ptx import (
     load_shared_f32x4,
     load_shared_u32,
     low_f16,
-    maximum_or_nan,
-    minimum_or_nan,
     multiply,
     multiply_add,
+    multiply_clamped,
     shfl,
     store_global_u16,
     store_global_u32,
@@ -37,7 +37,7 @@ from ..device.ptx import (
     subtract,
     wait_copies,
 )
-from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of, reciprocal_of
+from ..device.quantize import MANTISSA, ROUNDER, ROUNDER_BITS, piece_of, reciprocal_of
 from ..device.row_layout import place_of_code, words_of_codes
 from .spec import TILE
 
@@ -53,7 +53,7 @@ def make_round_row(spec):
     ask_tile, past, within = (
         make_ask_tile(spec),
         make_past(spec.share, STRIDE),
-        make_within(FMT, 0, STRIDE),
+        in_turn([_make_within(FMT, i, STRIDE) for i in range(TILE)]),
     )
 
     @device_function
@@ -97,31 +97,40 @@ def make_round_row(spec):
 
 def make_load_tile(fmt):
     """The function that loads a tile's elements, and scale, shift, 1 / scale of each piece."""
-    HEAD_DIM, SIZE, PIECE = fmt.head_dim, fmt.group_size, piece_of(fmt)
+    PIECE, load_piece = piece_of(fmt), make_load_piece(fmt)
     PIECES = TILE // PIECE
 
     @device_function
     def load_tile(buffer, tile, value, group):
-        scales, shifts, inverses = group
         own = uint32(buffer + uint32(uint32(4 * TILE) * tile))
         for i in range(TILE // 4):
             four = load_shared_f32x4(own + uint32(16 * i))
             for r in range(4):
                 value[4 * i + r] = four[r]
         for piece in range(PIECES):
-            place = uint32(uint32(uint32(TILE) * tile + uint32(piece * PIECE)) // uint32(SIZE))
-            word = load_shared_u32(buffer + uint32(4 * HEAD_DIM) + uint32(4) * place)
-            scale, shift = low_f16(word), high_f16(word)
-            scales[piece], shifts[piece], inverses[piece] = scale, shift, reciprocal_of(scale)
+            load_piece(buffer, uint32(uint32(TILE) * tile + uint32(piece * PIECE)), piece, group)
 
     return load_tile
 
 
+def make_load_piece(fmt):
+    """The function that loads scale, shift, 1 / scale of an element to a place of three arrays; the
+    scale for codes / 2**bits."""
+    AFTER, SIZE, CODES = 4 * fmt.head_dim, fmt.group_size, fmt.facts.levels + 1
+
+    @device_function
+    def load_piece(buffer, element, place, group):
+        scales, shifts, inverses = group
+        word = load_shared_u32(buffer + uint32(AFTER) + uint32(4) * uint32(element // uint32(SIZE)))
+        scale = multiply(low_f16(word), float32(CODES))
+        scales[place], shifts[place], inverses[place] = scale, high_f16(word), reciprocal_of(scale)
+
+    return load_piece
+
+
 def make_put_tile(fmt):
     """The function that puts codes to the row, and errors in place of a tile's elements."""
-    HEADER, WORDS = fmt.header_bytes, words_of_codes(fmt)
-    PLANES = fmt.pick(quarters=False, planes=True, nibbles=False, bytes=False)
-    HIGH = HEADER + fmt.head_dim // 4  # where INT3 has its high bits
+    put_codes = make_put_codes(fmt)
 
     @device_function
     def put_tile(buffer, tile, error, codes, target, to_packed):
@@ -129,18 +138,32 @@ def make_put_tile(fmt):
         for i in range(TILE // 4):
             four = (error[4 * i], error[4 * i + 1], error[4 * i + 2], error[4 * i + 3])
             store_shared_f32x4(own + uint32(16 * i), four)
-        if to_packed and PLANES:
+        if to_packed:
+            put_codes(tile, codes, target)
+
+    return put_tile
+
+
+def make_put_codes(fmt):
+    """The function that puts a tile's codes to the row."""
+    HEADER, WORDS = fmt.header_bytes, words_of_codes(fmt)
+    PLANES = fmt.pick(quarters=False, planes=True, nibbles=False, bytes=False)
+    HIGH = HEADER + fmt.head_dim // 4  # where INT3 has its high bits
+
+    @device_function
+    def put_codes(tile, codes, target):
+        if PLANES:
             low, high = planes_of(codes[0], codes[1])
             place = uint32(uint32(HEADER) + uint32(4) * tile)
             store_global_u32(target + uint64(place), uint32(low))
             place = uint32(uint32(HIGH) + uint32(2) * tile)
             store_global_u16(target + uint64(place), uint16(high))
-        elif to_packed:
+        else:
             for w in range(WORDS):
                 place = uint32(uint32(HEADER) + uint32(4 * WORDS) * tile + uint32(4 * w))
                 store_global_u32(target + uint64(place), codes[w])
 
-    return put_tile
+    return put_codes
 
 
 def make_ask_tile(spec):
@@ -167,25 +190,8 @@ def make_ask_tile(spec):
 
 
 def make_past(share, stride):
-    """The function to what a tile's elements owe to those before; `share` lanes have a row."""
-    past, SHARE = make_own_past(share, stride), share
-    OWN = TILE // SHARE
-
-    @device_function
-    def past_of_all(stage, errors, part, tile, owed):
-        mine = cuda.local.array(OWN, float32)
-        past(stage, errors, part, tile, mine)
-        first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - SHARE))
-        for i in range(TILE):
-            owed[i] = mine[i // SHARE]
-            if SHARE > 1:
-                owed[i] = shfl(mine[i // SHARE], uint32(first + uint32(i % SHARE)))
-
-    return past_of_all
-
-
-def make_own_past(share, stride):
-    """The function to it of a lane's own elements, every share-th from `part` on."""
+    """The function to what a tile's elements owe to those before; `share` lanes have a row, each
+    every share-th element from `part` on."""
     SHARE, STRIDE = share, stride
     OWN = TILE // SHARE
 
@@ -198,7 +204,8 @@ def make_own_past(share, stride):
                 mine[k] = add(mine[k], multiply(weight[r], e[r]))
 
     @device_function
-    def past(stage, errors, part, tile, mine):
+    def past(stage, errors, part, tile, owed):
+        mine = cuda.local.array(OWN, float32)
         for k in range(OWN):
             mine[k] = float32(0.0)
         stage = uint32(stage + uint32(STRIDE) * part)
@@ -209,17 +216,19 @@ def make_own_past(share, stride):
             add_four(weights + uint32(16), es + uint32(16), mine)
             add_four(weights + uint32(32), es + uint32(32), mine)
             add_four(weights + uint32(48), es + uint32(48), mine)
+        first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - SHARE))
+        for i in range(TILE):
+            owed[i] = mine[i // SHARE]
+            if SHARE > 1:
+                owed[i] = shfl(mine[i // SHARE], uint32(first + uint32(i % SHARE)))
 
     return past
 
 
-def make_within(fmt, i, stride):
-    """Make the function that rounds the elements of a tile from the i-th on."""
-    if i == TILE:
-        return _nothing
-    MOST, PIECE = fmt.pick(integers=fmt.facts.levels), piece_of(fmt)
-    LAST, PLACE, (WORD, BIT) = i // 4 * 4, i // PIECE, place_of_code(fmt, i)
-    rest = make_within(fmt, i + 1, stride)
+def _make_within(fmt, i, stride):
+    """Make the function that rounds the i-th element of a tile, after those before."""
+    LAST, PLACE, (WORD, BIT) = i // 4 * 4, i // piece_of(fmt), place_of_code(fmt, i)
+    round_element = make_round_element(fmt)
 
     @device_function
     def within(diagonal, value, group, owed, error, codes):
@@ -233,20 +242,28 @@ def make_within(fmt, i, stride):
             weight = load_shared_f32x4(diagonal + uint32(i * stride + 4 * LAST))
             for r in range(i - LAST):
                 due = add(due, multiply(weight[r], error[LAST + r]))
-        scale, shift, inverse = scales[PLACE], shifts[PLACE], inverses[PLACE]
-        wanted = multiply(subtract(subtract(value[i], due), shift), inverse)
-        wanted = minimum_or_nan(maximum_or_nan(wanted, float32(0.0)), float32(MOST))
-        rounded = add(wanted, float32(ROUNDER))
-        bits = uint32(float_bits(rounded) - uint32(ROUNDER_BITS))
-        bits = bits if rounded == rounded else uint32(0)  # NaN
-        codes[WORD] |= uint32(bits << uint32(BIT))
-        code = subtract(rounded, float32(ROUNDER))
-        error[i] = subtract(multiply_add(code, scale, shift), value[i])  # the product is exact
-        rest(diagonal, value, group, owed, error, codes)
+        code, error[i] = round_element(value[i], due, scales[PLACE], shifts[PLACE], inverses[PLACE])
+        codes[WORD] |= uint32(code << uint32(BIT))
 
     return within
 
 
-@device_function
-def _nothing(diagonal, value, group, owed, error, codes):
-    pass
+def make_round_element(fmt):
+    """The function to an element's code and its error.
+
+    Numbers are codes / 2**bits, so that instructions clamp them to 0 to 1: below before they are
+    rounded, above when they are and 1 more is at most 2**bits.
+    """
+    LEVELS = fmt.pick(integers=int(fmt.facts.levels))
+    ONE, BITS = 1 / (LEVELS + 1), ROUNDER_BITS - (LEVELS.bit_length() << MANTISSA)
+    ROUNDS = ROUNDER * ONE
+
+    @device_function
+    def round_element(value, due, scale, shift, inverse):
+        wanted = multiply_clamped(subtract(subtract(value, due), shift), inverse)
+        more = add_clamped(add(wanted, float32(ROUNDS)), float32(ONE - ROUNDS))
+        code = subtract(more, float32(ONE))
+        error = subtract(multiply_add(code, scale, shift), value)  # the product is exact
+        return uint32(float_bits(add(code, float32(ROUNDS))) - uint32(BITS)), error
+
+    return round_element

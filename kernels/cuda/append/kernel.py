@@ -20,11 +20,11 @@ from ..device.jit import device_function
 from ..device.ptx import (
     any_lane,
     commit_copies,
+    hand_over,
     load_global_f32,
     load_written_u64,
     shared_address,
     wait_copies,
-    wait_for_launch,
 )
 from ..device.quantize import make_quantize, make_round, put_words
 from ..device.row_copies import (
@@ -66,7 +66,7 @@ def make_append_kernel(spec):
 
         # Step 2: its slots, which are on their way while the first elements are asked for
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         slots = load_slots(packed, exact, evicted, token)
         pages = (num_slots, page_size, page_factor, page_shift)
         seq_slots = (num_exact, exact_len, exact_factor, exact_shift)

@@ -216,7 +216,7 @@ class StepSpec(AppendSpec):
     def _bytes_of(self, side: Side, has_matrix: bool, has_feedback: bool) -> int:
         results = self.results_at(side, has_feedback)
         if has_feedback:
-            rows = self.feedback_side(side, has_matrix).buffer_bytes + 2 * 4 * TILE + UNIT
+            rows = self.feedback_side(side, has_matrix).buffer_bytes + UNIT
             return results + PRODUCT_ROWS * rows
         if has_matrix:
             rows = 4 * self.tokens * side.fmt.head_dim
@@ -240,25 +240,18 @@ class TileLayout:
         return self.head_dim // TILE
 
     @property
-    def half(self) -> int:
-        """Tiles that begin a row; each of the others stands beside one of them."""
-        return -(-self.tiles // 2)
-
-    @property
     def stride(self) -> int:
         """Bytes from a row to the next: an odd number of units."""
         return 4 * TILE * (self.tiles + 1) + UNIT
 
     @property
     def nbytes(self) -> int:
-        return self.half * TILE * self.stride
+        return -(-self.tiles // 2) * TILE * self.stride
 
     def place_of(self, tile: int) -> int:
-        """Where a tile begins."""
-        if tile < self.half:
-            return TILE * self.stride * tile
-        beside = self.tiles - 1 - tile
-        return TILE * self.stride * beside + 4 * TILE * (beside + 1)
+        """Where a tile begins: those of the second half stand beside one of the first."""
+        first = min(tile, self.tiles - 1 - tile)
+        return TILE * self.stride * first + 4 * TILE * (first + 1) * (tile > first)
 
 
 @dataclass(frozen=True)

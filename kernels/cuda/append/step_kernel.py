@@ -20,23 +20,23 @@ from ..device.jit import device_function
 from ..device.products import make_products, part_floats, row_words
 from ..device.ptx import (
     commit_copies,
+    hand_over,
     load_global_f32,
     shared_address,
     store_global_u32x2,
     store_shared_f32x4,
     store_shared_u32x4,
     wait_copies,
-    wait_for_launch,
 )
 from ..device.row_copies import make_ask, make_load_old
 from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, SIZES, UNIT
-from ..device.transform import make_transform, swizzle
+from ..device.transform import load_offsets, make_transform, swizzle
 from .feedback_kernel import make_prepare
 from .feedback_step import make_ask_tiles, make_round_rows
 from .kernel import WORDS, make_append_side, make_find_places, make_load_slots, make_put_row
-from .spec import SHARE, Side, TileLayout
+from .spec import Side, TileLayout
 
-wait_for_older, wait_for_all = wait_copies[1], wait_copies[0]
+wait_for_rows, wait_for_first = wait_copies[2], wait_copies[1]
 
 
 def make_step_kernel(spec):
@@ -65,7 +65,7 @@ def make_step_kernel(spec):
             target = (q_out, place, uint64(int32(num_heads * ratio)), count)
             transform_queries(source, q_token, count, matrix, shared, target)
             if OVERLAPS:
-                wait_for_launch()
+                hand_over()
             return
         pages = (num_slots, page_size, page_factor, page_shift)
         seq_slots = (num_exact, exact_len, exact_factor, exact_shift)
@@ -121,7 +121,7 @@ def _make_append(spec, side, rotary_dim):
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         if warp >= uint32(ROW_WARPS):
             return
         part, row = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
@@ -166,7 +166,7 @@ def _make_append_products(spec, side):
         words, columns = cuda.local.array(NEW, uint32), cuda.local.array(PART, float32)
         ask(source, x_token, count, matrix, words, columns)
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         _, is_token, slots = load_slots(call, own)
         put_rows(words, offset, shared)
         wanted, target, exact_target = find_places(side, slots, call[5], call[6], is_token, head)
@@ -202,8 +202,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
     layout, as_prepared = TileLayout(DIM), spec.feedback_side(side, has_matrix)
     PRODUCT, BUFFERS = layout.nbytes, spec.results_at(side, True)
     BUFFER = as_prepared.buffer_bytes
-    PARTIALS = BUFFERS + PRODUCT_ROWS * BUFFER
-    PLACES = PARTIALS + 2 * 4 * SHARE * PRODUCT_ROWS
+    PLACES = BUFFERS + PRODUCT_ROWS * BUFFER
     NEW, PART = row_words(DIM, 1), part_floats(DIM)
     ask, put_rows, multiply = make_products(
         DIM, "bf16" if spec.source == "fp32" else spec.source, 1, _put_in_buffer(BUFFER)
@@ -238,9 +237,15 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
             ask_row(buffer, uint32(0), source + place, part, is_row)
         commit_copies()
         ask_tiles(tiles, matrices[1] + uint64(4 * DIM * DIM) * uint64(head), thread)
-        commit_copies()
+        # a product has subtracted the offset
+        offsets = cuda.local.array(ELEMENTS, float32)
+        own_part = min(part, uint32(DIM // ELEMENTS - 1))
+        load_offsets(uint64(0) if MATRIX else offset, own_part, offsets)
+        ratio = float32(1.0)
+        if CLIP:
+            ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
         if OVERLAPS:
-            wait_for_launch()
+            hand_over()
         token, is_token, slots = load_slots(call, own)
         if MATRIX:
             product = uint32(shared + uint32(PRODUCT))
@@ -250,17 +255,13 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
 
         # Step 2: they are made ready, as in feedback_kernel.py
         if has_rows:
-            wait_for_older()
+            wait_for_rows()
             cuda.syncwarp()
             wanted, target, exact_target = find_places(
                 side, slots, call[5], call[6], is_token, head
             )
-            ratio = float32(1.0)
-            if CLIP:
-                ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
             angles = uint64(4 * HALF_DIM) * uint64(token)
-            subtracted = uint64(0) if MATRIX else offset  # else the product has done it
-            how = (subtracted, call[3] + angles, call[4] + angles, ratio)
+            how = (offsets, call[3] + angles, call[4] + angles, ratio)
             prepare((buffer, part), (target, exact_target, *wanted), how, bad)
             if part == uint32(0):
                 low, high = uint32(target & uint64(0xFFFFFFFF)), uint32(target >> uint64(32))
@@ -269,9 +270,9 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
                 store_shared_u32x4(place, (low, high, is_written, uint32(0)))
 
         # Step 3: and rounded
-        wait_for_all()
+        wait_for_first()
         cuda.syncthreads()
-        round_rows(tiles, buffers, uint32(shared + uint32(PARTIALS)), shared + uint32(PLACES))
+        round_rows(tiles, buffers, uint32(shared + uint32(PLACES)))
 
     return append
 

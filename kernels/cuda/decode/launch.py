@@ -247,7 +247,7 @@ def describe(call: AttentionCall, kind: Kind | None = None, *, may_widen: bool =
             "the batch"
         )
     if gpu.capability >= OVERLAPS:
-        spec = replace(spec, overlapped=True)
+        spec = replace(spec, overlaps=True)
     most = window + q_len + HALF  # rows of a segment that are in a window, or read with them
     capacities = tuple(min(segments[i].capacity, most) for i in order)
     if spec.is_wide:
@@ -324,7 +324,9 @@ class Launch:
         layout = self._layout + len(work.order) * f"5P{ROWS.size}s"
         self._missing = (work.spec.segments - len(work.order)) * SEGMENT_BYTES  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
-        self._launcher = functools.partial(Launcher, kernel, grid, shared=shared)
+        self._launcher = functools.partial(
+            Launcher, kernel, grid, shared=shared, overlaps=work.spec.overlaps
+        )
         self._launch = self._launcher(f"{layout}{self._missing}x")
         self._bound = b""
 

@@ -181,6 +181,10 @@ load_acquired_u32 = instruction("ld.acquire.sys.global.u32 $0,[$1];", "u32", "u6
 # it wrote is seen; let the next one begin once all blocks have come here
 wait_for_launch = instruction("griddepcontrol.wait;", "", "", pure=False)
 begin_next_launch = instruction("griddepcontrol.launch_dependents;", "", "", pure=False)
+# first one, then the other: what the next launch reads before it waits must be older than this one
+hand_over = instruction(
+    "griddepcontrol.wait; griddepcontrol.launch_dependents;", "", "", pure=False
+)
 # counts up to `last`, then from 0 again; gives the count before
 atomic_inc_wrap = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 atomic_add = instruction("atom.global.add.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
@@ -199,6 +203,9 @@ permute = instruction("prmt.b32 $0,$1,$2,$3;", "u32", "u32 u32 u32")  # bytes, b
 add = instruction("add.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 subtract = instruction("sub.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 multiply = instruction("mul.rn.f32 $0,$1,$2;", "f32", "f32 f32")
+# clamped to 0 to 1, and 0 for NaN
+add_clamped = instruction("add.rn.sat.f32 $0,$1,$2;", "f32", "f32 f32")
+multiply_clamped = instruction("mul.rn.sat.f32 $0,$1,$2;", "f32", "f32 f32")
 multiply_add = instruction("fma.rn.f32 $0,$1,$2,$3;", "f32", "f32 f32 f32")
 reciprocal = instruction("rcp.approx.ftz.f32 $0,$1;", "f32", "f32")
 half_nearest = instruction("cvt.rn.f16.f32 $0,$1;", "u16", "f32")
@@ -223,6 +230,9 @@ low_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f
 high_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,h;}", "f32", "u32")
 shfl_xor = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
 shfl = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
+shfl_of_16 = instruction(  # from a lane of the half of a warp
+    "shfl.sync.idx.b32 $0,$1,$2,0x101f,0xffffffff;", "f32", "f32 u32", pure=False
+)
 word_from_lane = instruction(
     "shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "u32", "u32 u32", pure=False
 )

@@ -94,18 +94,23 @@ def make_transform(spec, side, rotary_dim, swizzled=True):
         if TURNS:
             turn(stage, first, element, x, cos, sin)
         if OFFSET:
-            subtract_offset(x, element, offset)
+            offsets = cuda.local.array(ELEMENTS, float32)
+            load_offsets(offset, own, offsets)
+            for i in range(ELEMENTS):
+                x[i] = subtract(x[i], offsets[i])
 
     return transform
 
 
 @device_function
-def subtract_offset(x, element, offset):
-    """Subtract a head's offset from 16 elements, from one on."""
-    for i in range(4):
-        four = load_global_f32x4(offset + uint64(4) * uint64(element + uint32(4 * i)))
+def load_offsets(offset, part, offsets):
+    """A head's offset of a lane's elements, or zeros."""
+    for i in range(ELEMENTS // 4):
+        four = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+        if offset != uint64(0):
+            four = load_global_f32x4(offset + uint64(4 * ELEMENTS) * uint64(part) + uint64(16 * i))
         for j in range(4):
-            x[4 * i + j] = subtract(x[4 * i + j], four[j])
+            offsets[4 * i + j] = four[j]
 
 
 def _make_turn(codec, rotary_dim, interleaved, swizzled):

@@ -144,7 +144,7 @@ def test_rows_of_any_strides() -> None:
     simulate(make(80, 9, (1, 1), torch.float16, "offset strided"), warps=8)
     # blocks go on with more rows
     given = make(80, 5, (5, 1), words="matrix lens")
-    with mock.patch.object(launching, "BLOCKS_PER_SM", 12):  # 2 slices by 3 chunks of 3 groups
+    with mock.patch.object(launching, "BLOCKS_PER_SM", 12):  # 3 chunks of 3 groups
         simulate(given)
 
 
@@ -159,8 +159,8 @@ def test_rows_are_cut_by_slices_heads_and_chunks(monkeypatch: pytest.MonkeyPatch
     small, large = cuda.launched
     assert (small.block, small.stream, small.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
     assert small.grid == (3, 2, 33)  # 260 rows of each KV head
-    assert large.grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
-    assert large.shared == 32 * (128 + 512)
+    assert large.grid == (1, 8, 16)  # of 1024 rows, 64 each; lanes of four columns
+    assert large.shared == 32 * (128 + 1024)
 
 
 def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +175,18 @@ def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.Monk
         assert arguments_of(AffineSpec(64), cuda.launched[-1].arguments)["x"] % 4 == 0
     assert launching.affine_rows(odd[:0], make()[1], None, None).shape == (0, 6, 64)
     assert len(cuda.launched) == 8
+
+
+def test_a_matrix_is_read_early_only_where_the_launch_before_does_not_write_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, (x, matrix, offset, lens) = install(monkeypatch), make()
+    odd = torch.zeros(1 + x.numel(), dtype=x.dtype)[1:].view(x.shape)  # it is copied before
+    for rows, overlaps in ((x, False), (x, True), (odd, True)):
+        launching.affine_rows(rows, matrix, offset, lens, overlaps=overlaps)
+    given = [arguments_of(AffineSpec(64), one.arguments) for one in cuda.launched]
+    assert [one["waits"] for one in given] == [1, 0, 1]
+    assert all(one.overlaps for one in cuda.launched)
 
 
 def test_the_op_tells_a_compiler_what_it_gives() -> None:

@@ -117,6 +117,8 @@ def test_functions_of_floats() -> None:
         logs = [ptx.log2(f32(x)) for x in (8, 0, 1e-40)]
     assert logs == [3, -np.inf, -np.inf]
     assert [ptx.maximum(f32(x), f32(1)) for x in (2, 0, np.nan)] == [2, 1, 1]
+    for x, wanted in ((-1, 0), (np.nan, 0), (0.25, 0.5), (0.5, 1), (9, 1), (np.inf, 1)):
+        assert ptx.multiply_clamped(f32(x), f32(2)) == ptx.add_clamped(f32(x), f32(x)) == wanted
     assert type(ptx.exp2(f32(1))) is type(ptx.log2(f32(1))) is f32
 
 

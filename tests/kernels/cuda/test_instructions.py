@@ -101,6 +101,7 @@ def test_movmatrix() -> None:
 def test_shuffles_and_votes() -> None:
     assert lanes(lambda i: ptx.shfl_xor(f32(i), u32(5))) == [i ^ 5 for i in range(32)]
     assert lanes(lambda i: ptx.shfl(f32(i), u32(31 - i))) == [31 - i for i in range(32)]
+    assert lanes(lambda i: ptx.shfl_of_16(f32(i), u32(3))) == [3] * 16 + [19] * 16
     assert lanes(lambda i: ptx.word_from_lane(u32(i), u32(i // 2))) == [i // 2 for i in range(32)]
     assert lanes(lambda i: ptx.largest_word(u32(2**31 + i))) == [2**31 + 31] * 32
     assert lanes(lambda i: ptx.sum_of_words(u32(i + 1))) == [528] * 32
@@ -237,9 +238,9 @@ def test_numbers_from_global_memory() -> None:
 @in_simulator
 def test_launches_follow_one_another_in_the_simulator() -> None:
     def use(lane: int) -> Any:
-        return ptx.begin_next_launch(), ptx.wait_for_launch(), lane
+        return ptx.begin_next_launch(), ptx.wait_for_launch(), ptx.hand_over(), lane
 
-    assert lanes(use)[31] == (None, None, 31)
+    assert lanes(use)[31] == (None, None, None, 31)
 
 
 @in_simulator
