@@ -18,8 +18,6 @@ from numba import cuda, float32, uint32, uint64
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     add,
-    arrive,
-    barrier,
     commit_copies,
     copy_16,
     load_shared_f32,
@@ -109,7 +107,7 @@ def make_round_rows(layout, fmt, buffer_bytes):
         warp = word_from_lane(uint32(thread >> uint32(5)), uint32(0))
         if warp >= uint32(ROUNDERS):
             wait_for_all()
-            arrive(uint32(1), uint32(32 * PRODUCT_WARPS))
+            cuda.syncthreads()
             return
         part = uint32(lane % uint32(SHARE))
         row = uint32(uint32(2) * warp + uint32(lane // uint32(SHARE)))
@@ -148,7 +146,7 @@ def make_round_rows(layout, fmt, buffer_bytes):
             end_tile(part, uint32(tile), owed, codes, own_codes)
             if tile == 0:  # the other columns have come
                 wait_for_all()
-                barrier(uint32(1), uint32(32 * PRODUCT_WARPS))
+                cuda.syncthreads()
         for tile in range(TILES - FEW, TILES):
             round_last((part, buffer, uint32(tile)), state)
             end_tile(part, uint32(tile), owed, codes, own_codes)

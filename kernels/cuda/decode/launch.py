@@ -324,9 +324,8 @@ class Launch:
         layout = self._layout + len(work.order) * f"5P{ROWS.size}s"
         self._missing = (work.spec.segments - len(work.order)) * SEGMENT_BYTES  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
-        self._launcher = functools.partial(
-            Launcher, kernel, grid, shared=shared, overlaps=work.spec.overlaps
-        )
+        overlaps = work.spec.overlaps
+        self._launcher = functools.partial(Launcher, kernel, grid, shared=shared, overlaps=overlaps)
         self._launch = self._launcher(f"{layout}{self._missing}x")
         self._bound = b""
 
