@@ -21,7 +21,7 @@ from numba import cuda, int32, uint32, uint64
 from ..device.combine import make_write
 from ..device.jit import device_function
 from ..device.ptx import (
-    hand_over,
+    begin_next_launch,
     load_shared_u32,
     load_shared_u32x4,
     shared_address,
@@ -56,7 +56,7 @@ def attend_nothing(segments, segment, begin, end, reach, rows, results, shared):
 def make_decode_kernel(spec):
     DIM, THREE = spec.first.v_format.head_dim, spec.segments == 3
     SEGMENTS, COLUMNS = spec.segments, spec.block_columns
-    OVERLAPS, KEPT, RINGS_AT = spec.overlaps, spec.kept, spec.rings_at
+    OVERLAPPED, KEPT, RINGS_AT = spec.overlapped, spec.kept, spec.rings_at
     RAGGED, held_of, BATCH = spec.ragged, make_held(spec), spec.places["batch"]
     write = make_write(spec.query)
     columns_of_unit = make_columns_of(spec)
@@ -126,8 +126,8 @@ def make_decode_kernel(spec):
         partial, counters = common[3:5]
         columns, parts, places, workers, most_parts = common[11:16]
         shared = shared_address(cuda.shared.array(0, uint32))
-        if OVERLAPS:
-            hand_over()
+        if OVERLAPPED:
+            begin_next_launch()
         batch = batch_of(common)  # of pieces: the grid has room for more than pieces.py has made
         # from a lane: ptxas has to see that a warp does not diverge
         warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))

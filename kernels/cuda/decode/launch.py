@@ -247,7 +247,7 @@ def describe(call: AttentionCall, kind: Kind | None = None, *, may_widen: bool =
             "the batch"
         )
     if gpu.capability >= OVERLAPS:
-        spec = replace(spec, overlaps=True)
+        spec = replace(spec, overlapped=True)
     most = window + q_len + HALF  # rows of a segment that are in a window, or read with them
     capacities = tuple(min(segments[i].capacity, most) for i in order)
     if spec.is_wide:
@@ -324,8 +324,7 @@ class Launch:
         layout = self._layout + len(work.order) * f"5P{ROWS.size}s"
         self._missing = (work.spec.segments - len(work.order)) * SEGMENT_BYTES  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
-        overlaps = work.spec.overlaps
-        self._launcher = functools.partial(Launcher, kernel, grid, shared=shared, overlaps=overlaps)
+        self._launcher = functools.partial(Launcher, kernel, grid, shared=shared)
         self._launch = self._launcher(f"{layout}{self._missing}x")
         self._bound = b""
 

@@ -154,7 +154,7 @@ class DecodeSpec(Spec):
         stages: tiles of K and V in a warp's ring.
         columns: that a warp multiplies every code with, a multiple of 8.
         sharers: warps that share a ring, each with columns of its own.
-        overlaps: as of Spec; it waits first of all.
+        overlapped: whether the next launch may begin, and wait for this one; sm_90 and newer.
         causal: whether a sequence has several queries (queries.py).
         variant: the fields of AttentionVariant in use, sorted (variant.py).
         ragged: whether q, out and lse are flat, and pieces stand for sequences (ragged.py).
@@ -167,7 +167,7 @@ class DecodeSpec(Spec):
     stages: int = 3
     columns: int = MMA_COLUMNS
     sharers: int = 1
-    overlaps: bool = False
+    overlapped: bool = False
     causal: bool = False
     variant: tuple[str, ...] = ()
     ragged: bool = False

@@ -147,7 +147,7 @@ def widened(spec: DecodeSpec, count: int) -> WideSpec | None:
         spec.second,
         query=spec.query,
         sharers=GROUP_WARPS * parties,
-        overlaps=spec.overlaps,
+        overlapped=spec.overlapped,
         causal=spec.causal,
         ragged=spec.ragged,
     )
