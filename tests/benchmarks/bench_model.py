@@ -73,7 +73,8 @@ def our_shapes(model: CachedModel) -> list[tuple[int, int]]:
     config = model.config
     if model.has_latents:
         return [(1, config.kv_lora_rank), (1, config.qk_rope_head_dim)]
-    return [(config.num_key_value_heads, config.head_dim)] * 2
+    rows = model.new_cache(1, 1, device="meta").layers[0].k_format
+    return [(config.num_key_value_heads, rows.head_dim)] * 2
 
 
 def their_shapes(model: CachedModel) -> list[tuple[int, int]]:
