@@ -48,7 +48,7 @@ from .windows import spread as spread
 log = logging.getLogger("kvquant")
 HELD_OUT = 4  # the last quarter of a text is held out for scoring
 CANDIDATES = ("int4", "int4-g2", "int4-g4", "int4-g8", "int8")  # cheapest first
-# before them, where a budget is below what int4 takes: GPUs have no kernels for these yet
+# before them, where formats are chosen by what they cost on a text
 FEW_BITS = ("int2", "int3")
 ROUNDINGS = ("feedback", "nearest")
 COMPARED = ("int4", "int4-g4", "int8")
@@ -105,6 +105,7 @@ class _Rows:
     exact: str
     budget: float | None = None
     in_16_bit: float = 0.0
+    are_chosen: bool = False
 
     @property
     def left(self) -> float | None:
@@ -115,10 +116,10 @@ class _Rows:
 
     @property
     def few_bits(self) -> tuple[str, ...]:
-        """Formats below 4 bits, for a budget that needs them."""
+        """Formats below 4 bits, for a choice by a text, or a budget that needs them."""
         least = self.bits(BASE_FORMAT, BASE_FORMAT)
-        asked = not self.are_latent and self.left is not None and self.left < least - 1e-9
-        return FEW_BITS if asked else ()
+        needed = self.left is not None and self.left < least - 1e-9
+        return FEW_BITS if not self.are_latent and (self.are_chosen or needed) else ()
 
     @property
     def offered(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -271,7 +272,8 @@ def calibrate(
     others, moments = left_out(moments, layers), renumbered(moments, layers)
     kept = _kept(moments)
     share = len(kept) / len(moments.layers)
-    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget, share)
+    are_chosen = goal.format is None and passages is not None
+    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget, share, are_chosen)
     of_k, of_v = rows.offered
     start = (of_k[0], of_v[0]) if goal.format is None else rows.names_of(goal.format)
     formats = {name: rows.pair(name, name) for name in dict.fromkeys((*of_k, *of_v, *start))}
