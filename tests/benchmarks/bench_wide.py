@@ -9,8 +9,6 @@ float64 reference first. Times are microseconds of calls in a row:
     old               many columns with it, by the kernel for all columns
     torch             the fastest of torch's attention on as many 16-bit tokens, without a mask
     peak              bytes of all rows, divided by the window's time and the peak bandwidth
-
---variants times other blocks, other splits, and 17 columns and more of several queries, too.
 """
 
 from __future__ import annotations
@@ -46,19 +44,11 @@ Shape = tuple[str, int, int, int, int]  # formats, sequences, query heads, KV he
 WIDE = (32, 1, 1), (64, 1, 1), (71, 1, 1), (8, 1, 8), (32, 8, 8), (32, 8, 9)
 SHAPES: list[Shape] = [(PAIR, 512, 8, 1, 1), (PAIR, 64, 32, 8, 1)]
 SHAPES += [("int4-g4", 64, *shape) for shape in WIDE]
-(ONE, *ONE_MORE), (TWO, *TWO_MORE) = spec.SHAPES[1], spec.SHAPES[2]
-OTHERS = {1: ({**ONE, "stages": 3},), 2: ({**TWO, "ahead": False},)}
-# what differs in wide/spec.py, and splits
-WAYS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "packed": ({}, None),
-    "window": ({}, None),
-    "old": ({"FEWEST": 1000, "FEWEST_OF_QUERIES": 1000}, None),
-}
-VARIANTS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "one feeder": ({"SHAPES": {1: ONE_MORE, 2: TWO_MORE}}, None),
-    "3 stages, not ahead": ({"SHAPES": OTHERS}, None),
-    **{f"{n} splits": ({}, n) for n in (1, 3, 4)},
-    "from 17": ({"FEWEST_OF_QUERIES": 17}, None),
+# what differs in wide/spec.py
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "window": {},
+    "old": {"FEWEST": 1000, "FEWEST_OF_QUERIES": 1000},
 }
 
 
@@ -67,7 +57,6 @@ def calls_by(
     name: str, shape: Shape, copies: int, device: torch.device
 ) -> Iterator[list[AttentionCall]]:
     """Calls on rows of their own, which take a kernel while the context lasts."""
-    changes, splits = (WAYS | VARIANTS)[name]
     formats, batch, heads, kv_heads, q_len = shape
     packed = Case(*parse_formats(formats, 128), batch, heads, kv_heads, TOKENS)
     exact = Case(*parse_formats("bf16", 128), batch, heads, kv_heads, WINDOW)
@@ -79,8 +68,8 @@ def calls_by(
         starts = torch.arange(5, 5 + batch, dtype=torch.int32, device=device)
         segments = [*one.segments, recent._replace(starts=starts, sinks=SINKS)]
         segments = segments[: 1 if name == "packed" else 2]
-        calls.append(AttentionCall(q[:, 0] if q_len == 1 else q, segments, num_splits=splits))
-    with mock.patch.dict(vars(spec), changes), mock.patch.object(launch, "_launches", {}):
+        calls.append(AttentionCall(q[:, 0] if q_len == 1 else q, segments))
+    with mock.patch.dict(vars(spec), WAYS[name]), mock.patch.object(launch, "_launches", {}):
         yield calls
 
 
@@ -116,16 +105,13 @@ def time_of_torch(shape: Shape, timer: GraphTimer) -> float:
 
 @click.command()
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--variants", is_flag=True, help="Time the variants, too.")
-def main(json_file: Path | None, variants: bool) -> None:
+def main(json_file: Path | None) -> None:
     """Print a line per shape."""
     timer, found = begin(), []
     machine = describe_machine(timer, __version__)
 
     def names_of(shape: Shape) -> list[str]:
-        if shape[0] == PAIR:
-            return ["packed", "window"]
-        return [*WAYS, *(VARIANTS if variants else ())]
+        return ["packed", "window"] if shape[0] == PAIR else [*WAYS]
 
     calls = [(name, shape) for shape in SHAPES for name in names_of(shape)]
     warm_up(timer.device, [partial(rehearse, *one) for one in calls])

@@ -183,7 +183,7 @@ def by_context(public: Rows) -> list[list[str]]:
     for name, rows in public.items():
         found = kl_rows(rows)
         contexts = sorted({context for _, _, context in found})
-        for cache in ("default", "plan int4", "plan int3", "int8", "int4-g4"):
+        for cache in ("default", "plan int4", "plan int3", "int8"):
             places = [(tuple(w), context) for w in (WINDOW, NONE) for context in contexts]
             each = [found[cache, window, context] for window, context in places]
             bits = dict.fromkeys(f"{row['packed_bits']:.4g}" for row in each)

@@ -27,6 +27,9 @@ measured and the date:
                                             kernels are those of the commit, byte for byte
     h200-evaluate                           tests/benchmarks/bench_evaluate.py, interrupted once
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
+    h200-coder-step                         bench_model.py --model, ended after its first case, with
+                                            other jobs on the other GPU. We kept the 12 longest
+                                            kernels
     h200-captured                           bench_model.py --layers 8 --batch 1 --tokens 8192. We
                                             shortened the names of kernels
     zen4-decode                             kvquant bench --device cpu
@@ -80,7 +83,9 @@ measured and the date:
     public-NAME                             tests/benchmarks/public_models.py, which writes there
                                             itself. A row has the torch and the device of its run.
                                             We wrote commit and date by hand: those of the last
-                                            run, which made all plans anew
+                                            run, which made all plans anew. Plans by layer are of
+                                            2026-11-30, commit 80c79c51. Calibrations of one model
+                                            shared what they had in common
     defaults                                pairs of formats, of which kvquant/rows/defaults.py
                                             took the default: bench_defaults.py at commit d73287f9.
                                             We merged the files of six runs, named the texts, and
@@ -195,7 +200,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/cache/README.md": [settings(), tabled("ranks"), tabled("ranks of a model")],
         "kvquant/hf/README.md": [
-            *(probed(), said("steps"), tabled("steps"), said("captured step")),
+            *(probed(), said("steps"), tabled("steps"), said("coder step"), said("captured step")),
             *(said("latent steps"), tabled("latent steps")),
         ],
         "kvquant/lmcache/README.md": [DEFAULT_ROOM],
@@ -235,6 +240,14 @@ SENTENCES = {
         "{layers} layers of DeepSeek V3 without experts, random weights, BF16, `{format}` rows, "
         "batch {cases[0][batch]}, {cases[0][tokens]:,} tokens, one {gpu}, {day}, transformers "
         "{transformers}, torch {release}",
+    ),
+    "coder step": (
+        "h200-coder-step",
+        "With Qwen2.5-Coder-1.5B, batch {cases[0][batch]} and {cases[0][tokens]:,} tokens, a "
+        "compiled `QuantizedCache` takes {cases[0][ms][compiled]:.2f} ms a step with the default, "
+        "{cases[0][ms][compiled, plan]:.2f} ms with a plan, a compiled `StaticCache` "
+        "{cases[0][ms][StaticCache, compiled]:.2f} ms. `CapturedStep` takes "
+        "{cases[0][ms][captured]:.2f} and {cases[0][ms][captured, plan]:.2f} ms",
     ),
     "captured step": (
         "h200-captured",
