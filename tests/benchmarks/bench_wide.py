@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import click
@@ -44,12 +43,7 @@ Shape = tuple[str, int, int, int, int]  # formats, sequences, query heads, KV he
 WIDE = (32, 1, 1), (64, 1, 1), (71, 1, 1), (8, 1, 8), (32, 8, 8), (32, 8, 9)
 SHAPES: list[Shape] = [(PAIR, 512, 8, 1, 1), (PAIR, 64, 32, 8, 1)]
 SHAPES += [("int4-g4", 64, *shape) for shape in WIDE]
-# what differs in wide/spec.py
-WAYS: dict[str, dict[str, Any]] = {
-    "packed": {},
-    "window": {},
-    "old": {"FEWEST": 1000, "FEWEST_OF_QUERIES": 1000},
-}
+OLD = {"FEWEST": 1000, "FEWEST_OF_QUERIES": 1000}  # in wide/spec.py
 
 
 @contextmanager
@@ -69,7 +63,10 @@ def calls_by(
         segments = [*one.segments, recent._replace(starts=starts, sinks=SINKS)]
         segments = segments[: 1 if name == "packed" else 2]
         calls.append(AttentionCall(q[:, 0] if q_len == 1 else q, segments))
-    with mock.patch.dict(vars(spec), WAYS[name]), mock.patch.object(launch, "_launches", {}):
+    with (
+        mock.patch.dict(vars(spec), OLD if name == "old" else {}),
+        mock.patch.object(launch, "_launches", {}),
+    ):
         yield calls
 
 
@@ -110,13 +107,11 @@ def main(json_file: Path | None) -> None:
     timer, found = begin(), []
     machine = describe_machine(timer, __version__)
 
-    def names_of(shape: Shape) -> list[str]:
-        return ["packed", "window"] if shape[0] == PAIR else [*WAYS]
-
-    calls = [(name, shape) for shape in SHAPES for name in names_of(shape)]
+    names = {one: ("packed", "window", "old")[: 2 if one[0] == PAIR else 3] for one in SHAPES}
+    calls = [(name, shape) for shape in SHAPES for name in names[shape]]
     warm_up(timer.device, [partial(rehearse, *one) for one in calls])
     for shape in SHAPES:
-        us = {name: time_of(name, shape, timer) for name in names_of(shape)}
+        us = {name: time_of(name, shape, timer) for name in names[shape]}
         us["torch"] = time_of_torch(shape, timer)
         k, v = parse_formats(shape[0], 128)
         size = TOKENS * (k.row_bytes + v.row_bytes) + WINDOW * 512
