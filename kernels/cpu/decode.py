@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
+import numba
 import numpy as np
 import torch
 
@@ -38,7 +39,7 @@ from . import simd
 from .combine import make_merge_kernel
 from .compile import compile_kernel, compiled
 from .integers import MAX_INTEGER_HEADS, Keys, Values
-from .parallel import run
+from .parallel import ALONE, run_items, team
 from .simd import (
     LANES,
     add,
@@ -96,6 +97,7 @@ MIN_SPLIT = 512  # tokens that are worth a work item of their own
 MAX_SPLIT = 1 << 16  # tokens that float32 sums take without losing digits
 ITEMS_PER_THREAD = 4  # so that unequal items even out
 MIN_PARALLEL = 1 << 13  # query heads * tokens that are worth waking other threads
+MIN_PARALLEL_MERGE = 1 << 18  # floats of all splits
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 MOST_FACTOR = float(np.finfo(np.float32).max)
@@ -347,7 +349,11 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     CHANGE,  # address of the kernel that changes scores, or 0; see variant.py
     CHANGE_FIELDS,
     ROWS_BATCH,  # sequences, sequence slots or pages of the rows
-) = range(31)
+    KERNEL,  # its address, or 0 while there are no rows
+    ITEMS,  # of the segment
+) = range(33)
+NUM_ARGUMENTS = ITEMS + 1
+UNITS, SPLITS, HEADS_OF_ALL, V_DIM, ANY_SEGMENT, MERGE = range(6)  # facts of a Work
 
 
 def attend(
@@ -440,7 +446,6 @@ class Work:
         visible: of each segment the rows that each query sees, [batch, q_len] int32; None for all.
 
     Attributes:
-        units: work items of a split: sequences times blocks of query heads.
         is_kept: whether all its tensors are those of the segments, and none is a copy.
     """
 
@@ -459,20 +464,22 @@ class Work:
         # rounds less than 16-bit queries and outputs are rounded anyway
         in_integers = q.dtype != torch.float32 and simd.in_hardware("avx512vnni")
         heads = heads_of_block(ratio, MAX_INTEGER_HEADS if in_integers else MAX_HEADS)
-        # blocks of all KV heads
-        self.units = batch * num_q_heads // ratio * -(-ratio // heads) if ratio else 0
-        self._shape, self._num_splits = (batch, num_q_heads, v_dim), num_splits or 0
+        # work items of a split: blocks of query heads of all KV heads and sequences
+        units = batch * num_q_heads // ratio * -(-ratio // heads) if ratio else 0
+        self._shape = batch, num_q_heads, v_dim
+        kernels = make_any_kernel(), make_merge_kernel()
+        facts = units, num_splits or 0, batch * num_q_heads, v_dim, *kernels
+        self._facts = np.array(facts, np.int64)
         factor = sm_scale * LOG2E
         if abs(factor) > MOST_FACTOR:  # float32 cannot hold it
             factor = math.copysign(math.inf, factor)
         factor_bits = np.array([factor, 0], np.float32).view(np.int64)
-        self._kernels = np.zeros(len(segments), np.int64)  # made once they have rows to read
         self._makers: list[Callable[[], int]] = []
-        self._arguments = np.zeros((len(segments), ROWS_BATCH + 1), np.int64)
+        self._arguments = np.zeros((len(segments), NUM_ARGUMENTS), np.int64)
         # not the tuple that keeps this work: it would hold itself
         self._segments, self._kept = [*segments], list[object]([change])
         self.is_kept = True
-        for i, segment in enumerate(segments if self.units else ()):
+        for i, segment in enumerate(segments if units else ()):
             table, page_size = segment.block_table, segment.k_rows.shape[2]
             least = RUN if table is None else min(page_size, RUN)
             formats = spec(segment.k_format), spec(segment.v_format)
@@ -508,6 +515,8 @@ class Work:
                 0,
                 *((0, 0, 0) if change is None else change.arguments(i)),
                 segment.k_rows.shape[0],
+                0,
+                0,
             ]
         tensors = (part for one in self._segments for part in one if isinstance(part, torch.Tensor))
         self._tensors = [*tensors]
@@ -535,83 +544,120 @@ class Work:
 
     def __call__(self, q: torch.Tensor) -> State | None:
         """Attend; None if a length, start, sequence slot or page does not exist."""
-        q = q.detach().float().contiguous()
-        arguments, kernels, units = self._arguments.copy(), self._kernels, self.units
-        wanted = -(-ITEMS_PER_THREAD * torch.get_num_threads() // units) if units else 0
-        splits, longest, is_ready = _plan(arguments, kernels, wanted, self._num_splits)
-        if splits < 0:
-            return None
-        out = torch.empty(max(splits, 1), *self._shape, dtype=torch.float32, device="cpu")
-        lse = torch.empty(out.shape[:-1], dtype=torch.float32, device="cpu")
-        if not splits:
-            return out[0].zero_(), lse[0].fill_(-math.inf)
-        if not is_ready:
+        if q.dtype != torch.float32 or not q.is_contiguous():
+            q = q.detach().float().contiguous()
+        out = torch.empty(self._shape, dtype=torch.float32, device="cpu")
+        lse = torch.empty(self._shape[:2], dtype=torch.float32, device="cpu")
+        given = self._arguments, self._facts, address(q, "q"), out.data_ptr(), lse.data_ptr()
+        missing = _attend(*given, *team())
+        if missing > 0:  # segments have rows for the first time
             for i, make in enumerate(self._makers):
-                if arguments[i, NUM_SPLITS] and not kernels[i]:
-                    kernels[i] = make()
-        batch, num_heads, v_dim = self._shape
-        is_small = batch * num_heads * longest < MIN_PARALLEL
-        places = address(q, "q"), out.data_ptr(), lse.data_ptr()
-        _serve(arguments, kernels, *places, batch * num_heads, v_dim, units * is_small)
-        if not is_small:
-            for kernel, of_segment in zip(kernels.tolist(), arguments, strict=True):
-                run(kernel, of_segment, units * int(of_segment[NUM_SPLITS]))
-        if splits > 1:
-            merged = np.array([*places[1:], splits, batch * num_heads, v_dim], np.int64)
-            is_large = out.numel() > 1 << 18
-            run(make_merge_kernel(), merged, batch * num_heads, parallel=is_large)
-        return out[0], lse[0]
+                if missing >> i & 1:
+                    self._arguments[i, KERNEL] = make()
+            missing = _attend(*given, *team())
+        return None if missing else (out, lse)
 
 
 @compiled()
-def _plan(arguments, kernels, wanted, num_splits):
-    """Set the splits of each segment; their number, the most rows, and whether kernels are made.
+def _attend(segments, facts, q, out, lse, threads, start, work):
+    """Attend to all segments and merge; 0 when done.
 
-    -1 splits if a value of a segment is not possible. wanted: splits that give all threads work.
+    segments, facts: of Work. threads, start, work: of parallel.team. It returns -1 if a value of a
+    segment is not possible, and a bit for each segment whose kernel has to be made.
     """
-    splits, most, is_ready = 0, 0, True
-    for i in range(len(arguments)):
-        at = arguments[i]
-        capacity, page_shift, longest = at[CAPACITY], at[PAGE_SHIFT], 0
-        last_start = max(capacity - at[SINKS] - 1, 0)  # a ring without rows starts at 0
-        for b in range(at[BATCH]):
-            length, first = load_int32(at[SEQ_LENS] + 4 * b), 0
-            if not 0 <= length <= capacity:
-                return -1, 0, True
-            if at[STARTS] != 0 and not 0 <= load_int32(at[STARTS] + 4 * b) <= last_start:
-                return -1, 0, True
-            if at[SEQ_SLOTS] != 0 and not 0 <= load_int32(at[SEQ_SLOTS] + 4 * b) < at[ROWS_BATCH]:
-                return -1, 0, True
-            if at[BLOCK_TABLE] != 0:
-                table = at[BLOCK_TABLE] + b * at[BLOCK_TABLE_STRIDE_BATCH]
-                for entry in range((length + (1 << page_shift) - 1) >> page_shift):
-                    page = load_int32(table + entry * at[BLOCK_TABLE_STRIDE])
-                    if not 0 <= page < at[ROWS_BATCH]:
-                        return -1, 0, True
-            if at[FIRST_ROWS] != 0:
-                first = load_int32(at[FIRST_ROWS] + 4 * b)
-            longest = max(longest, length - first)
-        # so that all threads have work and none waits for long
+    num_splits, units, num_heads = facts[SPLITS], facts[UNITS], facts[HEADS_OF_ALL]
+    wanted = (ITEMS_PER_THREAD * threads + units - 1) // max(units, 1)  # so that all have work
+    splits, most, missing = 0, 0, 0
+    segments = segments.copy()  # another thread may attend to them as well
+    for i in range(len(segments)):
+        longest = _longest(segments[i])
+        if longest < 0:
+            return -1
+        # so that none waits for long
         count = min(wanted, longest // MIN_SPLIT)
         count = max(1, count, (longest + MAX_SPLIT - 1) // MAX_SPLIT)
         if num_splits > 0:
             count = min(num_splits, longest)
-        at[NUM_SPLITS] = count if longest > 0 else 0
-        is_ready &= longest <= 0 or kernels[i] != 0
-        splits, most = splits + at[NUM_SPLITS], max(most, longest)
-    return splits, most, is_ready
+        if longest == 0:
+            count = 0
+        elif segments[i, KERNEL] == 0:
+            missing |= 1 << i
+        segments[i, Q], segments[i, NUM_SPLITS], segments[i, ITEMS] = q, count, units * count
+        splits, most = splits + count, max(most, longest)
+    if missing == 0:
+        parts = np.empty(splits * num_heads * (facts[V_DIM] + 1) if splits > 1 else 0, np.float32)
+        if num_heads * most < MIN_PARALLEL:
+            start = ALONE
+        _serve(segments, facts, parts, splits, out, lse, start, work)
+    return missing
 
 
-@compiled()
-def _serve(arguments, kernels, q, out, lse, num_heads, v_dim, units):
-    """Set the addresses of a call and run so many units of each split, in this thread."""
-    for i in range(len(arguments)):
-        at = arguments[i]
-        at[Q], at[OUT], at[LSE] = q, out, lse
-        out += 4 * num_heads * v_dim * at[NUM_SPLITS]
-        lse += 4 * num_heads * at[NUM_SPLITS]
-        for item in range(units * at[NUM_SPLITS]):
-            call_kernel(kernels[i], at.ctypes.data, np.int64(item))
+@numba.njit(nogil=True)
+def _serve(segments, facts, parts, splits, out, lse, start, work):
+    """Compute the parts of each split and merge them, or the only one in place; see _attend."""
+    num_heads, v_dim = facts[HEADS_OF_ALL], facts[V_DIM]
+    if splits == 0:
+        for head in range(num_heads):
+            store_float(lse + 4 * head, -np.inf)
+            for place in range(head * v_dim, head * v_dim + v_dim):
+                store_float(out + 4 * place, np.float32(0))
+        return
+    place, lses = out, lse
+    if splits > 1:
+        place = np.int64(parts.ctypes.data)
+        lses = place + 4 * splits * num_heads * v_dim
+    merged = np.array([place, lses, splits, num_heads, v_dim, out, lse])
+    items = 0
+    for i in range(len(segments)):
+        segments[i, OUT], segments[i, LSE] = place, lses
+        place += 4 * num_heads * v_dim * segments[i, NUM_SPLITS]
+        lses += 4 * num_heads * segments[i, NUM_SPLITS]
+        items += segments[i, ITEMS]
+    run_items(facts[ANY_SEGMENT], segments.ctypes.data, items, start, work)
+    if splits > 1:
+        if parts.size < MIN_PARALLEL_MERGE:
+            start = ALONE
+        run_items(facts[MERGE], merged.ctypes.data, num_heads, start, work)
+        merged[0] = 0  # it lives until here
+
+
+@numba.njit(nogil=True)
+def _longest(segment):
+    """The most rows of a sequence that its queries see; -1 if a value is not possible."""
+    capacity, page_shift, longest = segment[CAPACITY], segment[PAGE_SHIFT], 0
+    last_start = max(capacity - segment[SINKS] - 1, 0)  # a ring without rows starts at 0
+    starts, slots, rows = segment[STARTS], segment[SEQ_SLOTS], segment[ROWS_BATCH]
+    for b in range(segment[BATCH]):
+        length, first = load_int32(segment[SEQ_LENS] + 4 * b), 0
+        if not 0 <= length <= capacity:
+            return -1
+        if starts != 0 and not 0 <= load_int32(starts + 4 * b) <= last_start:
+            return -1
+        if slots != 0 and not 0 <= load_int32(slots + 4 * b) < rows:
+            return -1
+        if segment[BLOCK_TABLE] != 0:
+            table = segment[BLOCK_TABLE] + b * segment[BLOCK_TABLE_STRIDE_BATCH]
+            for entry in range((length + (1 << page_shift) - 1) >> page_shift):
+                page = load_int32(table + entry * segment[BLOCK_TABLE_STRIDE])
+                if not 0 <= page < rows:
+                    return -1
+        if segment[FIRST_ROWS] != 0:
+            first = load_int32(segment[FIRST_ROWS] + 4 * b)
+        longest = max(longest, length - first)
+    return longest
+
+
+@functools.cache
+def make_any_kernel():
+    """The kernel of all segments' work items, those of the first segment first."""
+
+    def any_kernel(segment, item):
+        while item >= argument(segment, ITEMS):
+            item -= argument(segment, ITEMS)
+            segment += 8 * NUM_ARGUMENTS
+        call_kernel(argument(segment, KERNEL), segment, item)
+
+    return compile_kernel(any_kernel)
 
 
 def heads_of_block(ratio: int, most: int = MAX_HEADS) -> int:

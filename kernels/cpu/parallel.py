@@ -1,9 +1,13 @@
-"""Run a compiled kernel over its work items, on all threads that torch uses.
+"""Run a compiled kernel over its work items, on the threads that torch runs on.
 
-Every CPU kernel is a C function (arguments, item), so one driver serves all. A process that was
-forked after kernels ran in parallel has one thread: numba's OpenMP would end it otherwise.
+Every CPU kernel is a C function (arguments, item), so one driver serves all. The threads are those
+of torch's own OpenMP: a second runtime would spin on the cores that torch's threads spin on, and
+each would delay the other. A process that was forked beside other threads takes one: OpenMP would
+wait for threads that are not there.
 """
 
+import ctypes
+import functools
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,12 +19,10 @@ import torch
 
 from kvquant.rows.arguments import address
 
-from .compile import compiled
-from .simd import call_kernel
+from .compile import compile_kernel, compiled
+from .simd import argument, call_kernel, call_team, next_item, stack_floats, store_int
 
-# one of numba's threading layers ends the process if two threads meet in it
-_lock = threading.Lock()
-_has_run_parallel = False
+ALONE = 0  # in place of a team: one thread
 _is_forked = False
 
 
@@ -64,40 +66,58 @@ def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> No
 
     arguments: int64 array. parallel: whether the work is worth more than one thread.
     """
-    global _has_run_parallel
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, items)
-    if parallel and threads > 1 and not _is_forked:
-        with _lock:
-            _has_run_parallel = True
-            before = numba.get_num_threads()  # of the caller's own code
-            numba.set_num_threads(threads)
-            try:
-                _run_parallel(kernel, arguments, items, threads)
-            finally:
-                numba.set_num_threads(before)
+    _, start, work = team() if parallel and items > 1 else (1, ALONE, 0)
+    _run(kernel, arguments, items, start, work)
+
+
+def team() -> tuple[int, int, int]:
+    """Threads, and what run_items calls to work on them: GOMP_parallel of torch's OpenMP, or ALONE
+    where only one thread can work, and the work of a thread."""
+    threads = torch.get_num_threads()  # this also tells OpenMP torch's number
+    return threads, *((ALONE, 0) if _is_forked or threads < 2 else _find_team())
+
+
+@functools.cache
+def _find_team() -> tuple[int, int]:
+    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    if found is None:
+        return ALONE, 0
+
+    def work(job, _):
+        while True:
+            item = next_item(job + 24)
+            if item >= argument(job, 2):
+                break
+            call_kernel(argument(job, 0), argument(job, 1), item)
+
+    start = ctypes.cast(found, ctypes.c_void_p).value or ALONE
+    return start, compile_kernel(work)
+
+
+@numba.njit(nogil=True)
+def run_items(kernel, arguments, items, start, work):
+    """Call a kernel with each item; arguments: their address. start and work: of team."""
+    if start != ALONE and items > 1:
+        job = stack_floats(2 * 4)
+        store_int(job, kernel)
+        store_int(job + 8, arguments)
+        store_int(job + 16, items)
+        store_int(job + 24, 0)  # the next one
+        call_team(start, work, job)
     else:
-        _run(kernel, arguments, items)
-
-
-def _after_fork():
-    global _lock, _is_forked
-    _lock, _is_forked = threading.Lock(), _has_run_parallel
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+        for item in range(items):
+            call_kernel(kernel, arguments, np.int64(item))
 
 
 @compiled()
-def _run(kernel, arguments, items):
-    address = arguments.ctypes.data
-    for item in range(items):
-        call_kernel(kernel, address, np.int64(item))
+def _run(kernel, arguments, items, start, work):
+    run_items(kernel, arguments.ctypes.data, items, start, work)
 
 
-@compiled(parallel=True)
-def _run_parallel(kernel, arguments, items, threads):
-    address = arguments.ctypes.data
-    for thread in numba.prange(threads):
-        for item in range(thread, items, threads):
-            call_kernel(kernel, address, np.int64(item))
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)

@@ -405,6 +405,23 @@ def call_kernel(emit, kernel, arguments, item):
     emit.builder.call(emit.builder.inttoptr(kernel, kind.as_pointer()), [arguments, item])
 
 
+@operation(types.void, types.int64, types.int64, types.int64)
+def call_team(emit, start, work, job):
+    """Call work(job) in each thread of OpenMP's team, by the address of its GOMP_parallel."""
+    b, address = emit.builder, I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [address, address, I32, I32])
+    given = [b.inttoptr(one, address) for one in (work, job)]
+    all_threads = flags = ir.Constant(I32, 0)
+    b.call(b.inttoptr(start, kind.as_pointer()), [*given, all_threads, flags])
+
+
+@operation(types.int64, types.int64)
+def next_item(emit, address):
+    """The int64 at an address, which is counted up for all threads at once."""
+    pointer = emit.builder.inttoptr(address, I64.as_pointer())
+    return emit.builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
+
+
 @operation(types.void, types.int64, types.int64)
 def store_int32(emit, address, value):
     """The low 32 bits of an integer to a byte address."""
