@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 
@@ -23,18 +25,20 @@ from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.format import ROW_DIMS, RowFormat
 
 from .compile import compile_kernel, compiled
-from .parallel import Launch
+from .parallel import ALONE, Launch, run_items, team
 from .rows import INPUTS, make_quantize_kernel
 from .simd import (
     I16,
     I64,
     argument,
+    call_kernel,
     load_int32,
     operation,
     stack_floats,
     store_int,
     store_int32,
 )
+from .slots import BATCH, OVERFLOW, make_place_kernel
 from .values import spec
 
 ROWS_PER_ITEM = 256
@@ -71,33 +75,57 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     NAN,  # the least magnitude, as bits, of a NaN among the 16-bit rows
 ) = range(16)
 SIDES, SIDE_BYTES = 8, 16 * 8
+SIDE_K, SIDE_V = SIDES, SIDES + 16
+PLACE = SIDES + 2 * 16  # and behind them those of the kernel that places tokens
 NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
 
 
 class Append(Launch):
     """The write of a call, bound to its rows and slots; see bind_append."""
 
-    def __init__(self, call: AppendCall) -> None:
-        num_tokens, num_heads, _ = call.k.x.shape
+    def __init__(
+        self, call: AppendCall, place: Launch | None = None, limits: Sequence[float] = (0, 0)
+    ) -> None:
+        x, sides = call.k.x, [_arguments(side, call.exact_format) for side in call[:2]]
+        num_tokens, num_heads, _ = x.shape
         tokens = -(-ROWS_PER_ITEM // max(num_heads, 1))
         items = -(-num_tokens // tokens) if num_heads else 0
         self._found = np.zeros((2, items), np.int64)
         places = [0, 0, 0, self._found.ctypes.data]
-        sides = [_arguments(side, call.exact_format) for side in call[:2]]
-        arguments = np.array([num_tokens, num_heads, tokens, items, *places, *sides[0], *sides[1]])
+        placing = [] if place is None else place.arguments
+        numbers = [num_tokens, num_heads, tokens, items, *places, *sides[0], *sides[1], *placing]
         stay = dict(enumerate(call.slots, PACKED))
-        for at, side in zip((SIDES, SIDES + SIDE_BYTES // 8), call[:2], strict=True):
+        for at, side in zip((SIDE_K, SIDE_V), call[:2], strict=True):
             stay |= {at + ROWS: side.rows, at + EXACT_ROWS: side.exact_rows}
-        tensors = {place: one for place, one in stay.items() if one is not None}
-        new = SIDES + X, SIDES + SIDE_BYTES // 8 + X
-        kernel, is_small = make_append_kernel(), items < 2
-        super().__init__(kernel, arguments, 2 * items, new, tensors, is_small=is_small)
+        if place is not None:
+            stay |= {PLACE + at: tensor for at, tensor in place.stay.items()}
+        tensors = {at: one for at, one in stay.items() if one is not None}
+        super().__init__(
+            make_append_kernel(), np.array(numbers), 2 * items, (), tensors, is_small=items < 2
+        )
+        # the greatest magnitudes, as bits; before x is rounded to 16 bit
+        most, bits = torch.finfo(x.dtype).max, f"int{8 * x.itemsize}"
+        margins = torch.tensor([min(limit * (1 - 2**-7), most) for limit in limits], dtype=x.dtype)
+        greatest = margins.view(getattr(torch, bits)).tolist()
+        words = [side.x.shape[2] * x.itemsize // 4 for side in call[:2]]
+        placed = 0 if place is None else make_place_kernel()
+        facts = self._kernel, placed, x.itemsize, *greatest, *words
+        self._facts = np.array(facts, np.int64)
 
-    def at(self, addresses: Sequence[int]) -> None:
-        """Write rows at the addresses of K and V; the first, of bad, may be 0."""
-        super().at(addresses[1:])
-        if addresses[0]:
-            _count(self._found, addresses[0])
+    def at(self, addresses: Sequence[int], overflow: int = 0, *, checks: bool = False) -> bool:
+        """Find the slots, if a launch that does is bound as well, and write rows.
+
+        Args:
+            addresses: of bad, which may be 0, and of K and V.
+            overflow: as bind_place takes it.
+            checks: do nothing and return False where a value may be beyond a limit.
+        """
+        self.look()
+        crew = team() if self._is_parallel else (1, ALONE, 0)
+        written: bool = _append(
+            self.arguments, self._facts, self._found, *addresses, overflow, checks, *crew[1:]
+        )
+        return written
 
 
 def append(call: AppendCall) -> None:
@@ -112,22 +140,54 @@ def append(call: AppendCall) -> None:
     )
 
 
-def bind_append(call: AppendCall) -> Append | None:
-    """An append bound to all but new rows: `at` takes the addresses of bad, k and v.
+def bind_append(call: AppendCall, place: Launch | None, limits: Sequence[float]) -> Append | None:
+    """An append bound to all but new rows, and to the launch that finds their slots, if any.
 
-    None if k or v is copied first, or transformed.
+    limits: magnitudes that K and V may have, for `at`. None if k or v is copied first, or
+    transformed.
     """
     plain = Encoding()
     if call.rope is not None or any(x.is_neg() or e != plain for x, *_, e in call[:2]):
         return None
-    return Append(call)
+    return Append(call, place, limits)
 
 
 @compiled()
-def _count(found, bad):
-    """Add the rows that were written as NaN, of K and of V, to two int32."""
-    for side in range(2):
-        store_int32(bad + 4 * side, load_int32(bad + 4 * side) + found[side].sum())
+def _append(arguments, facts, found, bad, k, v, overflow, checks, start, work):
+    """Write rows; see Append.at."""
+    place, address = facts[1], np.int64(arguments.ctypes.data)
+    arguments[SIDE_K + X], arguments[SIDE_V + X] = k, v
+    if checks:
+        for side in range(2):
+            at = address + 8 * SIDE_K + SIDE_BYTES * side
+            num_tokens, num_heads = arguments[NUM_TOKENS], arguments[NUM_HEADS]
+            if not _are_within(at, num_tokens, num_heads, facts[2], facts[3 + side], facts[5 + side]):
+                return False
+    if place != 0:
+        arguments[PLACE + OVERFLOW] = overflow
+        for b in range(arguments[PLACE + BATCH]):
+            call_kernel(place, address + 8 * PLACE, np.int64(b))
+    run_items(facts[0], address, np.int64(found.size), start, work)
+    if bad != 0:  # the rows that were written as NaN
+        for side in range(2):
+            store_int32(bad + 4 * side, load_int32(bad + 4 * side) + found[side].sum())
+    return True
+
+
+@numba.njit(nogil=True)
+def _are_within(side, num_tokens, num_heads, itemsize, greatest, words):
+    """Whether no magnitude in rows of so many 32-bit words is over the greatest, as bits."""
+    for token in range(num_tokens):
+        for head in range(num_heads):
+            row = argument(side, X) + token * argument(side, X_STRIDE)
+            row += head * argument(side, X_STRIDE_HEAD)
+            for i in range(words):
+                word = load_int32(row + 4 * i)
+                if itemsize == 4 and word & 0x7FFFFFFF > greatest:
+                    return False
+                if itemsize == 2 and max(word & 0x7FFF, word >> 16 & 0x7FFF) > greatest:
+                    return False
+    return True
 
 
 def _arguments(side: AppendSide, exact_format: str) -> list[int]:

@@ -47,15 +47,19 @@ class Launch:
         is_small: bool,
     ) -> None:
         self._kernel, self._items, self._new = kernel, items, new
-        self._places, self._tensors, self._addresses = [*stay], [*stay.values()], list[int]()
+        self.stay, self._tensors, self._addresses = stay, [*stay.values()], list[int]()
         self.arguments, self._is_parallel = arguments, not is_small
 
-    def at(self, addresses: Sequence[int]) -> None:
-        found = [tensor.data_ptr() for tensor in self._tensors]
+    def look(self) -> None:
+        """Find the addresses of the tensors that stay."""
+        found = [*map(torch.Tensor.data_ptr, self._tensors)]
         if found != self._addresses:
-            for place, tensor in zip(self._places, self._tensors, strict=True):
+            for place, tensor in self.stay.items():
                 self.arguments[place] = address(tensor)
             self._addresses = found
+
+    def at(self, addresses: Sequence[int]) -> None:
+        self.look()
         for place, new in zip(self._new, addresses, strict=True):
             self.arguments[place] = new
         run(self._kernel, self.arguments, self._items, parallel=self._is_parallel)

@@ -113,13 +113,13 @@ def packed_row_bytes(
 class BoundAppend(NamedTuple):
     """The launches of an append of new_tokens to each sequence, bound to a layer's tensors.
 
-    place is from bind_place, write from bind_append; they share room (slots.Placed), so appends to
-    a layer must follow one another on one stream.
+    place is from bind_place, write from bind_append, which on the CPU does both; they share room
+    (slots.Placed), so appends to a layer must follow one another on one stream.
     """
 
     new_tokens: int
-    place: Launch
-    write: Launch
+    place: Launch | None
+    write: Any
     room: torch.Tensor
 
 
@@ -483,14 +483,19 @@ class LayerCache:
             # else lengths have to be read: they are not known, or near max_seq_len
             if bound and self.longest is not None and self.longest + bound[0] <= self.max_seq_len:
                 new_tokens, place, write, room = bound
-                if k.is_cpu:
-                    self._check_values(k, v, None)
-                place.at((overflow_tokens.data_ptr(),))
-                try:
-                    write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
-                except BaseException:  # an interrupt, too
-                    self._take_back(room)
-                    raise
+                overflow = overflow_tokens.data_ptr()
+                new = bad_rows.data_ptr(), address(k, self.sides[0]), address(v, self.sides[1])
+                if place is None:
+                    if not write.at(new, overflow, checks=True):
+                        self._check_values(k, v, None)
+                        write.at(new, overflow)
+                else:
+                    place.at((overflow,))
+                    try:
+                        write.at(new)
+                    except BaseException:  # an interrupt, too
+                        self._take_back(room)
+                        raise
                 self.longest += new_tokens
                 return None
         given = k, v
@@ -542,9 +547,9 @@ class LayerCache:
         ):
             return
         place = bind_place(self.lens, self.sizes, new_tokens, placed.room)
-        write = bind_append(call, placed=True)
-        if place is not None and write is not None:
-            self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room))
+        found = bind_append(call, place, [fmt.max_abs for fmt in self._narrowest])
+        if place is not None and found is not None:
+            self.bound.keep(kind_of(*given), BoundAppend(new_tokens, *found, placed.room))
 
     def _take_back(self, room: torch.Tensor) -> None:
         """Restore the lengths after tokens were placed that could not be written."""

@@ -201,16 +201,23 @@ def write_rows(
     return None
 
 
-def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
-    """Bind an append of write_rows to its tensors; None unless it took exactly one launch."""
+def bind_append(
+    call: AppendCall, place: Launch | None = None, limits: Sequence[float] = (0, 0)
+) -> tuple[Launch | None, Any] | None:
+    """Bind an append of write_rows to its tensors; None unless it took exactly one launch.
+
+    place: of bind_place; None for slots that are there. limits: greatest magnitudes of K and V.
+    Returns place and the append. On the CPU this does both, and can check the limits: None and it.
+    """
     if torch.compiler.is_compiling():
         return None
     if kernels_for(call.k.x, None) == "cpu":
-        bound: Launch | None = _cpu().bind_append(call)
-        return bound
+        write = _cpu().bind_append(call, place, limits)
+        return None if write is None else (None, write)
     from ..kernels.cuda.append.launch import bind_append
 
-    return bind_append(call, overlaps=placed)
+    launch = bind_append(call, overlaps=place is not None)
+    return None if launch is None else (place, launch)
 
 
 @functools.cache

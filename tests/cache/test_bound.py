@@ -29,9 +29,7 @@ from kvquant import debug
 from kvquant.cache.checks import check_options
 from kvquant.cache.layer import LayerCache
 from kvquant.errors import ConfigError, DeviceError, ShapeError
-from kvquant.kernels.cpu import parallel
-from kvquant.kernels.cpu.append import make_append_kernel
-from kvquant.kernels.cpu.parallel import _run
+from kvquant.kernels.cpu import append
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.slots.launch import SlotSpec
@@ -421,7 +419,7 @@ def test_an_interrupted_append_leaves_no_tokens(
             one.append(0, *tokens(1))
     new, longest = tokens(1), cache.layers[0].longest
     with monkeypatch.context() as patched:
-        patched.setattr(parallel, "run", interrupted)
+        patched.setattr(append, "_append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.append(0, *new)
     at, expected = cache.layers[0], other.layers[0]
@@ -431,11 +429,9 @@ def test_an_interrupted_append_leaves_no_tokens(
     assert_same(cache, other)
 
 
-def interrupted(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:
-    """As run, until rows are to be written."""
-    if kernel == make_append_kernel():
-        raise KeyboardInterrupt
-    _run(kernel, arguments, items)
+def interrupted(*_: Any) -> bool:
+    """Before rows are written."""
+    raise KeyboardInterrupt
 
 
 def test_scales_that_cuda_refuses_are_refused_before_a_step_appends() -> None:
