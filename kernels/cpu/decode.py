@@ -372,7 +372,7 @@ def attend(
         if kind is not None and (sm_scale is None or type(sm_scale) is float):  # True were 1.0
             key = kind, sm_scale, num_splits
             kept: Work | None = segments.bound.get(key)
-            found = kept(q) if kept is not None and kept.is_in_place() else None
+            found = None if kept is None else kept.again(q)
             if found is not None:
                 return found
     fixed = segments
@@ -522,9 +522,11 @@ class Work:
         self._tensors = [*tensors]
         self._addresses = [one.data_ptr() for one in self._tensors]
 
-    def is_in_place(self) -> bool:
-        """Whether all tensors lie where they lay: torch moves those that other processes get."""
-        return self._addresses == [one.data_ptr() for one in self._tensors]
+    def again(self, q: torch.Tensor) -> State | None:
+        """Attend; None unless that is possible, and all tensors lie where they lay."""
+        # torch moves those that other processes get
+        is_in_place = self._addresses == [*map(torch.Tensor.data_ptr, self._tensors)]
+        return self(q) if is_in_place else None
 
     def _place(self, numbers: torch.Tensor | None, name: str = "lengths") -> int:
         if numbers is None:

@@ -143,6 +143,7 @@ class LayerCache:
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
         longest: an upper bound of seq_lens; None once a graph appends, whose replays the host
             does not see (hf's CapturedStep counts its own).
+        rounds_first: whether new rows are rounded to 16 bit before anything else.
         row_kind: KEY_VALUE or LATENT.
         sides: what messages call K and V.
         formats, exact_formats: of packed and 16-bit rows in memory, one for each tensor.
@@ -206,6 +207,7 @@ class LayerCache:
         self.lens = Lens(*lens, *seen)
         sizes = self.sink_len, self.packed_len, self.recent_len, self.split.ring_len
         self.sizes = Sizes(*sizes, max_seq_len, hides or 0)
+        self.rounds_first = basis is None and self.split.exact_len > 0
         self.bound = Bound()
         self._find_views()
 
@@ -478,7 +480,7 @@ class LayerCache:
 
         queries go to write_rows, which gives the result; bound are launches already found.
         """
-        if new_lens is None and queries is None and not torch.compiler.is_compiling():
+        if new_lens is None and queries is None and (bound or not torch.compiler.is_compiling()):
             bound = bound or self.bound.find(k, v)
             # else lengths have to be read: they are not known, or near max_seq_len
             if bound and self.longest is not None and self.longest + bound[0] <= self.max_seq_len:
