@@ -25,7 +25,7 @@ from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.format import ROW_DIMS, RowFormat
 
 from .compile import compile_kernel, compiled
-from .parallel import ALONE, Launch, run_items, team
+from .parallel import ALONE, run_items, team
 from .rows import INPUTS, make_quantize_kernel
 from .simd import (
     I16,
@@ -75,42 +75,31 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     NAN,  # the least magnitude, as bits, of a NaN among the 16-bit rows
 ) = range(16)
 SIDES, SIDE_BYTES = 8, 16 * 8
+ROW_FLOATS = max(ROW_DIMS) // 2  # of a 16-bit row
 SIDE_K, SIDE_V = SIDES, SIDES + 16
 PLACE = SIDES + 2 * 16  # and behind them those of the kernel that places tokens
 NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
+Placing = tuple[dict[int, torch.Tensor], list[int]]  # of slots.bind_place
 
 
-class Append(Launch):
+class Append:
     """The write of a call, bound to its rows and slots; see bind_append."""
 
-    def __init__(
-        self, call: AppendCall, place: Launch | None = None, limits: Sequence[float] = (0, 0)
-    ) -> None:
-        x, sides = call.k.x, [_arguments(side, call.exact_format) for side in call[:2]]
-        num_tokens, num_heads, _ = x.shape
+    def __init__(self, call: AppendCall, place: Placing | None = None) -> None:
+        num_tokens, num_heads, _ = call.k.x.shape
         tokens = -(-ROWS_PER_ITEM // max(num_heads, 1))
         items = -(-num_tokens // tokens) if num_heads else 0
         self._found = np.zeros((2, items), np.int64)
-        places = [0, 0, 0, self._found.ctypes.data]
-        placing = [] if place is None else place.arguments
-        numbers = [num_tokens, num_heads, tokens, items, *places, *sides[0], *sides[1], *placing]
-        stay = dict(enumerate(call.slots, PACKED))
+        placed, placing = place or ({}, [])
+        places = [num_tokens, num_heads, tokens, items, 0, 0, 0, self._found.ctypes.data]
+        sides = [_arguments(side, call.exact_format) for side in call[:2]]
+        self._arguments = np.array([*places, *sides[0], *sides[1], *placing], np.int64)
+        stay = dict(enumerate(call.slots, PACKED)) | {PLACE + at: x for at, x in placed.items()}
         for at, side in zip((SIDE_K, SIDE_V), call[:2], strict=True):
             stay |= {at + ROWS: side.rows, at + EXACT_ROWS: side.exact_rows}
-        if place is not None:
-            stay |= {PLACE + at: tensor for at, tensor in place.stay.items()}
-        tensors = {at: one for at, one in stay.items() if one is not None}
-        super().__init__(
-            make_append_kernel(), np.array(numbers), 2 * items, (), tensors, is_small=items < 2
-        )
-        # the greatest magnitudes, as bits; before x is rounded to 16 bit
-        most, bits = torch.finfo(x.dtype).max, f"int{8 * x.itemsize}"
-        margins = torch.tensor([min(limit * (1 - 2**-7), most) for limit in limits], dtype=x.dtype)
-        greatest = margins.view(getattr(torch, bits)).tolist()
-        words = [side.x.shape[2] * x.itemsize // 4 for side in call[:2]]
-        placed = 0 if place is None else make_place_kernel()
-        facts = self._kernel, placed, x.itemsize, *greatest, *words
-        self._facts = np.array(facts, np.int64)
+        self._stay = {at: one for at, one in stay.items() if one is not None}
+        self._tensors, self._addresses = [*self._stay.values()], list[int]()
+        self._kernels = make_append_kernel(), make_place_kernel() if placing else 0
 
     def at(self, addresses: Sequence[int], overflow: int = 0, *, checks: bool = False) -> bool:
         """Find the slots, if a launch that does is bound as well, and write rows.
@@ -118,14 +107,16 @@ class Append(Launch):
         Args:
             addresses: of bad, which may be 0, and of K and V.
             overflow: as bind_place takes it.
-            checks: do nothing and return False where a value may be beyond a limit.
+            checks: do nothing and return False where a row cannot be held.
         """
-        self.look()
-        crew = team() if self._is_parallel else (1, ALONE, 0)
-        written: bool = _append(
-            self.arguments, self._facts, self._found, *addresses, overflow, checks, *crew[1:]
-        )
-        return written
+        found = [*map(torch.Tensor.data_ptr, self._tensors)]
+        if found != self._addresses:  # torch moves a tensor that another process gets
+            for place, tensor in self._stay.items():
+                self._arguments[place] = address(tensor)
+            self._addresses = found
+        crew = team() if self._found.size > 2 else (1, ALONE, 0)
+        given = *self._kernels, *addresses, overflow, checks, *crew[1:]
+        return bool(_append(self._arguments, self._found, *given))
 
 
 def append(call: AppendCall) -> None:
@@ -140,34 +131,29 @@ def append(call: AppendCall) -> None:
     )
 
 
-def bind_append(call: AppendCall, place: Launch | None, limits: Sequence[float]) -> Append | None:
-    """An append bound to all but new rows, and to the launch that finds their slots, if any.
+def bind_append(call: AppendCall, place: Placing | None = None) -> Append | None:
+    """An append bound to all but new rows, and with `place` to what finds their slots.
 
-    limits: magnitudes that K and V may have, for `at`. None if k or v is copied first, or
-    transformed.
+    None if k or v is copied first, or transformed.
     """
     plain = Encoding()
     if call.rope is not None or any(x.is_neg() or e != plain for x, *_, e in call[:2]):
         return None
-    return Append(call, place, limits)
+    return Append(call, place)
 
 
 @compiled()
-def _append(arguments, facts, found, bad, k, v, overflow, checks, start, work):
+def _append(arguments, found, kernel, place, bad, k, v, overflow, checks, start, work):
     """Write rows; see Append.at."""
-    place, address = facts[1], np.int64(arguments.ctypes.data)
     arguments[SIDE_K + X], arguments[SIDE_V + X] = k, v
-    if checks:
-        for side in range(2):
-            at = address + 8 * SIDE_K + SIDE_BYTES * side
-            num_tokens, num_heads = arguments[NUM_TOKENS], arguments[NUM_HEADS]
-            if not _are_within(at, num_tokens, num_heads, facts[2], facts[3 + side], facts[5 + side]):
-                return False
+    address = np.int64(arguments.ctypes.data)
+    if checks and not _can_be_held(address):
+        return False
     if place != 0:
         arguments[PLACE + OVERFLOW] = overflow
         for b in range(arguments[PLACE + BATCH]):
             call_kernel(place, address + 8 * PLACE, np.int64(b))
-    run_items(facts[0], address, np.int64(found.size), start, work)
+    run_items(kernel, address, np.int64(found.size), start, work)
     if bad != 0:  # the rows that were written as NaN
         for side in range(2):
             store_int32(bad + 4 * side, load_int32(bad + 4 * side) + found[side].sum())
@@ -175,18 +161,20 @@ def _append(arguments, facts, found, bad, k, v, overflow, checks, start, work):
 
 
 @numba.njit(nogil=True)
-def _are_within(side, num_tokens, num_heads, itemsize, greatest, words):
-    """Whether no magnitude in rows of so many 32-bit words is over the greatest, as bits."""
-    for token in range(num_tokens):
-        for head in range(num_heads):
-            row = argument(side, X) + token * argument(side, X_STRIDE)
-            row += head * argument(side, X_STRIDE_HEAD)
-            for i in range(words):
-                word = load_int32(row + 4 * i)
-                if itemsize == 4 and word & 0x7FFFFFFF > greatest:
-                    return False
-                if itemsize == 2 and max(word & 0x7FFF, word >> 16 & 0x7FFF) > greatest:
-                    return False
+def _can_be_held(args):
+    """Whether every row can be held in 16 bit, where there are such rows, and packed."""
+    rounded, packed = stack_floats(ROW_FLOATS), stack_floats(ROW_FLOATS)  # as long at most
+    for i in range(2 * argument(args, NUM_TOKENS) * argument(args, NUM_HEADS)):
+        side, row = args + 8 * SIDE_K + SIDE_BYTES * (i % 2), i // 2
+        token, head = row // argument(args, NUM_HEADS), row % argument(args, NUM_HEADS)
+        x = argument(side, X) + token * argument(side, X_STRIDE)
+        x += head * argument(side, X_STRIDE_HEAD)
+        if argument(side, ROUND) != 0:
+            if quantize_row(argument(side, ROUND), x, rounded) != 0:
+                return False
+            x = rounded
+        if quantize_row(argument(side, PACK), x, packed) != 0:
+            return False
     return True
 
 
@@ -229,10 +217,8 @@ def quantize_row(emit, quantizer, x, row):
 
 @functools.cache
 def make_append_kernel():
-    row_floats = max(ROW_DIMS) // 2
-
     def append_kernel(args, item):
-        rounded = stack_floats(row_floats)
+        rounded = stack_floats(ROW_FLOATS)
         items, tokens = argument(args, ITEMS_PER_SIDE), argument(args, TOKENS_PER_ITEM)
         exact_slots, first = argument(args, EXACT), item % items * tokens
         side = args + 8 * SIDES + SIDE_BYTES * (item // items)

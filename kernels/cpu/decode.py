@@ -353,6 +353,7 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     ITEMS,  # of the segment
 ) = range(33)
 NUM_ARGUMENTS = ITEMS + 1
+EMPTY = -2
 UNITS, SPLITS, HEADS_OF_ALL, V_DIM, ANY_SEGMENT, MERGE = range(6)  # facts of a Work
 
 
@@ -372,7 +373,7 @@ def attend(
         if kind is not None and (sm_scale is None or type(sm_scale) is float):  # True were 1.0
             key = kind, sm_scale, num_splits
             kept: Work | None = segments.bound.get(key)
-            found = None if kept is None else kept.again(q)
+            found = None if kept is None else kept(q)
             if found is not None:
                 return found
     fixed = segments
@@ -522,12 +523,6 @@ class Work:
         self._tensors = [*tensors]
         self._addresses = [one.data_ptr() for one in self._tensors]
 
-    def again(self, q: torch.Tensor) -> State | None:
-        """Attend; None unless that is possible, and all tensors lie where they lay."""
-        # torch moves those that other processes get
-        is_in_place = self._addresses == [*map(torch.Tensor.data_ptr, self._tensors)]
-        return self(q) if is_in_place else None
-
     def _place(self, numbers: torch.Tensor | None, name: str = "lengths") -> int:
         if numbers is None:
             return 0
@@ -545,7 +540,10 @@ class Work:
         return found
 
     def __call__(self, q: torch.Tensor) -> State | None:
-        """Attend; None if a length, start, sequence slot or page does not exist."""
+        """Attend; None if a length, start, sequence slot or page does not exist, or if torch has
+        moved a tensor, as it does with those that other processes get."""
+        if self._addresses != [*map(torch.Tensor.data_ptr, self._tensors)]:
+            return None
         if q.dtype != torch.float32 or not q.is_contiguous():
             q = q.detach().float().contiguous()
         out = torch.empty(self._shape, dtype=torch.float32, device="cpu")
@@ -557,15 +555,18 @@ class Work:
                 if missing >> i & 1:
                     self._arguments[i, KERNEL] = make()
             missing = _attend(*given, *team())
-        return None if missing else (out, lse)
+        if missing == EMPTY:
+            return out.zero_(), lse.fill_(-math.inf)
+        return (out, lse) if missing == 0 else None
 
 
 @compiled()
 def _attend(segments, facts, q, out, lse, threads, start, work):
     """Attend to all segments and merge; 0 when done.
 
-    segments, facts: of Work. threads, start, work: of parallel.team. It returns -1 if a value of a
-    segment is not possible, and a bit for each segment whose kernel has to be made.
+    segments, facts: of Work. threads, start, work: of parallel.team. It returns EMPTY where there
+    are no rows, -1 if a value of a segment is not possible, and a bit for each segment whose kernel
+    has to be made.
     """
     num_splits, units, num_heads = facts[SPLITS], facts[UNITS], facts[HEADS_OF_ALL]
     wanted = (ITEMS_PER_THREAD * threads + units - 1) // max(units, 1)  # so that all have work
@@ -586,6 +587,8 @@ def _attend(segments, facts, q, out, lse, threads, start, work):
             missing |= 1 << i
         segments[i, Q], segments[i, NUM_SPLITS], segments[i, ITEMS] = q, count, units * count
         splits, most = splits + count, max(most, longest)
+    if splits == 0:
+        return EMPTY
     if missing == 0:
         parts = np.empty(splits * num_heads * (facts[V_DIM] + 1) if splits > 1 else 0, np.float32)
         if num_heads * most < MIN_PARALLEL:
@@ -598,12 +601,6 @@ def _attend(segments, facts, q, out, lse, threads, start, work):
 def _serve(segments, facts, parts, splits, out, lse, start, work):
     """Compute the parts of each split and merge them, or the only one in place; see _attend."""
     num_heads, v_dim = facts[HEADS_OF_ALL], facts[V_DIM]
-    if splits == 0:
-        for head in range(num_heads):
-            store_float(lse + 4 * head, -np.inf)
-            for place in range(head * v_dim, head * v_dim + v_dim):
-                store_float(out + 4 * place, np.float32(0))
-        return
     place, lses = out, lse
     if splits > 1:
         place = np.int64(parts.ctypes.data)

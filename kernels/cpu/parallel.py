@@ -9,60 +9,17 @@ wait for threads that are not there.
 import ctypes
 import functools
 import os
-import threading
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from kvquant.rows.arguments import address
-
 from .compile import compile_kernel, compiled
 from .simd import argument, call_kernel, call_team, next_item, stack_floats, store_int
 
 ALONE = 0  # in place of a team: one thread
 _is_forked = False
-
-
-class Launch:
-    """A kernel and arguments that stay; `at` takes the addresses of the new ones and runs it.
-
-    Args:
-        new: places of the new addresses among the arguments.
-        stay: the tensors whose addresses stay, by their places. torch moves a tensor that another
-            process gets (share_memory_), so `at` looks where they are.
-        is_small: not worth more than one thread.
-    """
-
-    def __init__(
-        self,
-        kernel: int,
-        arguments: Any,
-        items: int,
-        new: Sequence[int],
-        stay: Mapping[int, torch.Tensor],
-        *,
-        is_small: bool,
-    ) -> None:
-        self._kernel, self._items, self._new = kernel, items, new
-        self.stay, self._tensors, self._addresses = stay, [*stay.values()], list[int]()
-        self.arguments, self._is_parallel = arguments, not is_small
-
-    def look(self) -> None:
-        """Find the addresses of the tensors that stay."""
-        found = [*map(torch.Tensor.data_ptr, self._tensors)]
-        if found != self._addresses:
-            for place, tensor in self.stay.items():
-                self.arguments[place] = address(tensor)
-            self._addresses = found
-
-    def at(self, addresses: Sequence[int]) -> None:
-        self.look()
-        for place, new in zip(self._new, addresses, strict=True):
-            self.arguments[place] = new
-        run(self._kernel, self.arguments, self._items, parallel=self._is_parallel)
 
 
 def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:

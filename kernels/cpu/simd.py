@@ -408,11 +408,9 @@ def call_kernel(emit, kernel, arguments, item):
 @operation(types.void, types.int64, types.int64, types.int64)
 def call_team(emit, start, work, job):
     """Call work(job) in each thread of OpenMP's team, by the address of its GOMP_parallel."""
-    b, address = emit.builder, I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [address, address, I32, I32])
-    given = [b.inttoptr(one, address) for one in (work, job)]
-    all_threads = flags = ir.Constant(I32, 0)
-    b.call(b.inttoptr(start, kind.as_pointer()), [*given, all_threads, flags])
+    kind, none = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32]), ir.Constant(I32, 0)
+    start = emit.builder.inttoptr(start, kind.as_pointer())
+    emit.builder.call(start, [work, job, none, none])  # no number of threads means all, no flags
 
 
 @operation(types.int64, types.int64)

@@ -11,7 +11,7 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, ShapeError
-from ..ops.attention import State, attend, bound_attend
+from ..ops.attention import State, attend
 from ..ops.dispatch import check_cuda_codecs
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_size, check_tensors
@@ -23,7 +23,7 @@ from ..rows.format import RowFormat
 from ..rows.kind import LATENT
 from ..rows.probe import FEW_BITS, WARNED, combined, divergence_among, loss_of
 from ..rows.quantize import check_dtype, dequantize
-from ..rows.segment import Segment
+from ..rows.segment import FixedSegments, Segment
 from ..rows.variant import AttentionVariant, moved
 from .checks import (
     Counts,
@@ -502,22 +502,24 @@ class KVCache(NoShallowCopy):
             self._change(k, variant)
         else:
             self.changes += 1
-        append, attend_again = taken or (None, None)
+        append, work = taken or (None, None)  # work: of attention on the CPU, without a basis
         ready, basis = None, at.basis
         if basis is not None and q.ndim == 3:
             ready = queries_of(q, basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         found = at.append(k, v, None, *self.counters_of(layer), queries, append)
-        state = None if attend_again is None else attend_again(q)
+        state = None if work is None else work(q)
         if state is None:
             seen, of_layer = at.seen_by(layer, k.shape[2], None, variant, in_step=True)
             call = AttentionCall(q, seen, sm_scale, num_splits, return_lse, None, of_layer, backend)
             transformed = None if found is None or ready is None else (found, ready[1])
             out, lse = attend(call, basis, at.seq_lens, transformed)
-            is_new = taken is None or attend_again is not None
+            is_new = taken is None or work is not None
             if is_new and can_bind and (append := at.bound.find(k, v)):
-                again = None if basis else bound_attend(q, seen, sm_scale, num_splits)
-                at.bound.keep((kind_of(q, k, v), options), (append, again))
+                key = kind_of(q), sm_scale, num_splits  # as kernels/cpu/decode.py keeps it
+                is_plain = basis is None and isinstance(seen, FixedSegments)
+                work = seen.bound.get(key) if is_plain else None
+                at.bound.keep((kind_of(q, k, v), options), (append, work))
         else:
             out, lse = state[0].to(q.dtype), state[1] if return_lse else None
         if self.compared is not None and variant is None:

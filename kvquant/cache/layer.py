@@ -549,7 +549,7 @@ class LayerCache:
         ):
             return
         place = bind_place(self.lens, self.sizes, new_tokens, placed.room)
-        found = bind_append(call, place, [fmt.max_abs for fmt in self._narrowest])
+        found = bind_append(call, place)
         if place is not None and found is not None:
             self.bound.keep(kind_of(*given), BoundAppend(new_tokens, *found, placed.room))
 

@@ -87,19 +87,18 @@ def _attention(
     try:
         heads, rows = None, handed.latents if isinstance(handed.kv, LatentKVCache) else None
         if rows is None:
-            _check_keys(handed, name, query, key, value)
             rows = key, value
         else:
             heads = heads_of(module, *(x.shape[-1] for x in rows))
             heads.check(query, key, value)
+        for why in _not_served(handed, module, query, rows, heads, dropout, options):
+            raise UnsupportedModelError(f"{name} {why}")
         if not handed.at:
             config = getattr(module, "config", None)
             if config is not None:
                 handed.to.check_model(config)
             if not handed.appended:
                 check_positions(handed.to, options.get("position_ids"), handed.is_traced)
-        for why in _not_served(handed, module, rows[0], dropout, options):
-            raise UnsupportedModelError(f"{name} {why}")
         if handed.appended:
             attention_mask = _whole_mask(handed.mask, attention_mask, query.shape[2])
         else:
@@ -130,29 +129,25 @@ def _is_outside(module: torch.nn.Module, handed: Any) -> bool:
     return hasattr(module, "kv_b_proj") and running.traced is None
 
 
-def _check_keys(
-    handed: Handed, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
-    """Raise unless a layer attends to exactly the keys and values that it got."""
-    if getattr(value, "kvquant_values", None) is not handed:
-        raise UnsupportedModelError(
-            f"{name} attends to other values than it gave to the cache (split, scaled or "
-            f"repeated): a KVCache holds keys and values as attention meets them. {DEQUANTIZE}"
-        )
-    asked, new = query.shape[2], key.shape[2]
-    if asked != new and not (handed.appended and asked < new):
-        raise UnsupportedModelError(f"{name} attends with other tokens than those of its keys")
-
-
 def _not_served(
     handed: Handed,
     module: torch.nn.Module,
-    key: torch.Tensor,
+    query: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    heads_of_latents: LatentHeads | None,
     dropout: float,
     options: dict[str, Any],
 ) -> list[str]:
     """What a layer asks for that a KVCache cannot compute, or has that its cache has not."""
-    found = []  # no generator: torch.compile traces this
+    found, (key, value) = [], new  # no generator: torch.compile traces this
+    if heads_of_latents is None and getattr(value, "kvquant_values", None) is not handed:
+        found.append(
+            "attends to other values than it gave to the cache (split, scaled or repeated): a "
+            f"KVCache holds keys and values as attention meets them. {DEQUANTIZE}"
+        )
+    asked, tokens = query.shape[2], key.shape[2]
+    if asked != tokens and not (handed.appended and asked < tokens):
+        found.append("attends with other tokens than those of its keys")
     rows, held = handed.kv.layers[handed.at].seq_lens.device, handed.kv.num_kv_heads
     heads = key.shape[1]
     if key.device != rows:
@@ -252,8 +247,7 @@ def _attend(
     if not handed.appended:
         handed.reads_rows = new == 1 or handed.to.takes_drafts()
     if handed.reads_rows:
-        given = query.transpose(1, 2)
-        given = given[:, 0] if asked == 1 else given
+        given = query.squeeze(2) if asked == 1 else query.transpose(1, 2)
         queries: tuple[torch.Tensor, ...] = (given,) if heads is None else heads.absorb(given)
         if query.is_cuda and query.dtype == torch.float32:  # the kernel there takes 16-bit queries
             queries = tuple(q.bfloat16() for q in queries)  # of any size, where fp16 ends at 65504
@@ -265,7 +259,7 @@ def _attend(
                 folded = heads.folded is not None
                 options = {"in_basis": folded, "sm_scale": heads.scale_of(scaling)}
             out = handed.to.step(handed, queries, rows, **options)
-        out = out[:, None] if asked == 1 else out
+        out = out.unsqueeze(1) if asked == 1 else out
         out = out.to(query.dtype)
         out = out if heads is None else heads.values(out)
         return without_gradient(out, query, key, value) if torch.is_grad_enabled() else out

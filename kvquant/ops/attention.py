@@ -24,14 +24,12 @@ from ..rows.arguments import (
     check_tensor,
 )
 from ..rows.basis import LayerBasis
-from ..rows.bound import kind_of
 from ..rows.call import AttentionCall
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.indptr import check_indptr_values, visible_to_rows
 from ..rows.quantize import check_format
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
-    FixedSegments,
     Segment,
     check_q_len_values,
     check_segment_values,
@@ -346,17 +344,6 @@ def _check_values(call: AttentionCall) -> AttentionCall:
         if variant is not None:
             check_variant_values(q, q_lens, variant)
     return call
-
-
-def bound_attend(
-    q: torch.Tensor, segments: Sequence[Segment], sm_scale: float | None, num_splits: int | None
-) -> Callable[[torch.Tensor], State | None] | None:
-    """What attended last to such queries, if it was the CPU without a basis and a variant. It gives
-    float32, or None where attend has to look again."""
-    if not (q.is_cpu and isinstance(segments, FixedSegments)):
-        return None
-    work = segments.bound.get((kind_of(q), sm_scale, num_splits))
-    return None if work is None else work.again
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from kvquant import KVCache, debug
 from kvquant.cache import contiguous, latent
 from kvquant.cache import layer as layers
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.kernels.cpu.decode import Work
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
@@ -37,7 +38,7 @@ from torch_operations import Operations  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
-from kvquant.hf import handed, masks  # noqa: E402
+from kvquant.hf import masks  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
@@ -278,8 +279,8 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
 ) -> None:
     is_latent = kind == "DeepseekV3"
     model, text = by_kvquant(tiny(kind, **LATENT_SIZES if is_latent else {})), tokens(2, 20)
-    home, name = (latent, "attend_latents") if is_latent else (contiguous, "attend")
-    attend = getattr(home, name)
+    first: Any = (latent, "attend_latents") if is_latent else (contiguous, "attend")
+    again: Any = first if is_latent else (Work, "__call__")  # which is bound to the layer
     cache, wanted = (QuantizedCache(model.model, **options) for _ in range(2))
     model.model(text[:, :9], **caching(cache))
     model.model(text[:, :9], **caching(wanted))
@@ -291,7 +292,9 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
             raise MemoryError
         return attend(*args, **rest)
 
-    for new in (1, 11):  # 11: drafted ones, or a chunk, which attends before it is appended
+    # 11: drafted ones, or a chunk, which attends before it is appended
+    for new, (home, name) in ((1, first), (11, again)):
+        attend = getattr(home, name)
         monkeypatch.setattr(home, name, fail)
         with pytest.raises(MemoryError):
             model.model(text[:, 9:10], **caching(cache))
@@ -512,12 +515,10 @@ def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> N
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:
-    mark = handed.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
     whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
-    mark.mask, mark.appended = whole, True
-    assert hf_attention._whole_mask(mark, whole[:, :, -3:], 3) is whole
+    assert hf_attention._whole_mask(whole, whole[:, :, -3:], 3) is whole
     for part in (whole[:, :, :3], whole[:, :, -3:-1], whole[:, :, -3:].clone(), whole[..., :9]):
-        assert hf_attention._whole_mask(mark, part, part.shape[2]) is part
+        assert hf_attention._whole_mask(whole, part, part.shape[2]) is part
 
 
 CAPS: dict[str, dict[str, Any]] = {
