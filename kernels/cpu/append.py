@@ -114,8 +114,8 @@ class Append:
             for place, tensor in self._stay.items():
                 self._arguments[place] = address(tensor)
             self._addresses = found
-        crew = team() if self._found.size > 2 else (1, ALONE, 0)
-        given = *self._kernels, *addresses, overflow, checks, *crew[1:]
+        _, start, work = team() if self._found.size > 2 else (1, ALONE, 0)
+        given = *self._kernels, *addresses, overflow, checks, start, work
         return bool(_append(self._arguments, self._found, *given))
 
 

@@ -24,14 +24,14 @@ def make_merge_kernel():
         total = np.float32(0)
         for split in range(num_splits):
             total += math.exp(load_float(lse + 4 * num_heads * split) - shift)
+        for chunk in range(0, dim, LANES):
+            store(out + 4 * chunk, splat(np.float32(0)))
         for split in range(num_splits):
             share = math.exp(load_float(lse + 4 * num_heads * split) - shift)
             weight = splat(share / total if total != 0 else np.float32(0))
             for chunk in range(0, dim, LANES):
                 part = times(load(parts + 4 * (num_heads * dim * split + chunk)), weight)
-                if split > 0:
-                    part = add(part, load(out + 4 * chunk))
-                store(out + 4 * chunk, part)
+                store(out + 4 * chunk, add(load(out + 4 * chunk), part))
         store_float(argument(args, 6) + 4 * item, shift + math.log(total))
 
     return compile_kernel(merge_kernel)

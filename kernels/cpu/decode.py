@@ -353,8 +353,6 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     ITEMS,  # of the segment
 ) = range(33)
 NUM_ARGUMENTS = ITEMS + 1
-EMPTY = -2
-UNITS, SPLITS, HEADS_OF_ALL, V_DIM, ANY_SEGMENT, MERGE = range(6)  # facts of a Work
 
 
 def attend(
@@ -467,10 +465,8 @@ class Work:
         heads = heads_of_block(ratio, MAX_INTEGER_HEADS if in_integers else MAX_HEADS)
         # work items of a split: blocks of query heads of all KV heads and sequences
         units = batch * num_q_heads // ratio * -(-ratio // heads) if ratio else 0
-        self._shape = batch, num_q_heads, v_dim
-        kernels = make_any_kernel(), make_merge_kernel()
-        facts = units, num_splits or 0, batch * num_q_heads, v_dim, *kernels
-        self._facts = np.array(facts, np.int64)
+        self._shape, kernels = (batch, num_q_heads, v_dim), (make_any_kernel(), make_merge_kernel())
+        self._facts = units, num_splits or 0, batch * num_q_heads, v_dim, *kernels
         factor = sm_scale * LOG2E
         if abs(factor) > MOST_FACTOR:  # float32 cannot hold it
             factor = math.copysign(math.inf, factor)
@@ -555,8 +551,6 @@ class Work:
                 if missing >> i & 1:
                     self._arguments[i, KERNEL] = make()
             missing = _attend(*given, *team())
-        if missing == EMPTY:
-            return out.zero_(), lse.fill_(-math.inf)
         return (out, lse) if missing == 0 else None
 
 
@@ -564,11 +558,10 @@ class Work:
 def _attend(segments, facts, q, out, lse, threads, start, work):
     """Attend to all segments and merge; 0 when done.
 
-    segments, facts: of Work. threads, start, work: of parallel.team. It returns EMPTY where there
-    are no rows, -1 if a value of a segment is not possible, and a bit for each segment whose kernel
-    has to be made.
+    segments, facts: of Work. threads, start, work: of parallel.team. It returns -1 if a value of a
+    segment is not possible, and a bit for each segment whose kernel has to be made.
     """
-    num_splits, units, num_heads = facts[SPLITS], facts[UNITS], facts[HEADS_OF_ALL]
+    units, num_splits, num_heads, v_dim, _, _ = facts
     wanted = (ITEMS_PER_THREAD * threads + units - 1) // max(units, 1)  # so that all have work
     splits, most, missing = 0, 0, 0
     segments = segments.copy()  # another thread may attend to them as well
@@ -587,10 +580,8 @@ def _attend(segments, facts, q, out, lse, threads, start, work):
             missing |= 1 << i
         segments[i, Q], segments[i, NUM_SPLITS], segments[i, ITEMS] = q, count, units * count
         splits, most = splits + count, max(most, longest)
-    if splits == 0:
-        return EMPTY
     if missing == 0:
-        parts = np.empty(splits * num_heads * (facts[V_DIM] + 1) if splits > 1 else 0, np.float32)
+        parts = np.empty(splits * num_heads * (v_dim + 1), np.float32)
         if num_heads * most < MIN_PARALLEL:
             start = ALONE
         _serve(segments, facts, parts, splits, out, lse, start, work)
@@ -599,25 +590,20 @@ def _attend(segments, facts, q, out, lse, threads, start, work):
 
 @numba.njit(nogil=True)
 def _serve(segments, facts, parts, splits, out, lse, start, work):
-    """Compute the parts of each split and merge them, or the only one in place; see _attend."""
-    num_heads, v_dim = facts[HEADS_OF_ALL], facts[V_DIM]
-    place, lses = out, lse
-    if splits > 1:
-        place = np.int64(parts.ctypes.data)
-        lses = place + 4 * splits * num_heads * v_dim
+    """Compute the parts of all splits and merge them; see _attend."""
+    _, _, num_heads, v_dim, any_kernel, merge = facts
+    place, items = np.int64(parts.ctypes.data), 0
+    lses = place + 4 * splits * num_heads * v_dim
     merged = np.array([place, lses, splits, num_heads, v_dim, out, lse])
-    items = 0
     for i in range(len(segments)):
         segments[i, OUT], segments[i, LSE] = place, lses
         place += 4 * num_heads * v_dim * segments[i, NUM_SPLITS]
         lses += 4 * num_heads * segments[i, NUM_SPLITS]
         items += segments[i, ITEMS]
-    run_items(facts[ANY_SEGMENT], segments.ctypes.data, items, start, work)
-    if splits > 1:
-        if parts.size < MIN_PARALLEL_MERGE:
-            start = ALONE
-        run_items(facts[MERGE], merged.ctypes.data, num_heads, start, work)
-        merged[0] = 0  # it lives until here
+    run_items(any_kernel, segments.ctypes.data, items, start, work)
+    start = ALONE if parts.size < MIN_PARALLEL_MERGE else start
+    run_items(merge, merged.ctypes.data, num_heads, start, work)
+    merged[0] = 0  # it lives until here
 
 
 @numba.njit(nogil=True)

@@ -2,8 +2,8 @@
 
 Every CPU kernel is a C function (arguments, item), so one driver serves all. The threads are those
 of torch's own OpenMP: a second runtime would spin on the cores that torch's threads spin on, and
-each would delay the other. A process that was forked beside other threads takes one: OpenMP would
-wait for threads that are not there.
+each would delay the other. A process that was forked takes one: OpenMP would wait for threads that
+are not there.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from .compile import compile_kernel, compiled
 from .simd import argument, call_kernel, call_team, next_item, stack_floats, store_int
 
 ALONE = 0  # in place of a team: one thread
-_is_forked = False
+_forks: list[int] = []  # this process is the child of one
 
 
 def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:
@@ -35,24 +35,20 @@ def team() -> tuple[int, int, int]:
     """Threads, and what run_items calls to work on them: GOMP_parallel of torch's OpenMP, or ALONE
     where only one thread can work, and the work of a thread."""
     threads = torch.get_num_threads()  # this also tells OpenMP torch's number
-    return threads, *((ALONE, 0) if _is_forked or threads < 2 else _find_team())
+    return threads, *((ALONE, 0) if _forks or threads < 2 else _find_team())
 
 
 @functools.cache
 def _find_team() -> tuple[int, int]:
     found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
-    if found is None:
-        return ALONE, 0
 
     def work(job, _):
-        while True:
-            item = next_item(job + 24)
-            if item >= argument(job, 2):
-                break
+        item = next_item(job + 24)
+        while item < argument(job, 2):
             call_kernel(argument(job, 0), argument(job, 1), item)
+            item = next_item(job + 24)
 
-    start = ctypes.cast(found, ctypes.c_void_p).value or ALONE
-    return start, compile_kernel(work)
+    return ctypes.cast(found, ctypes.c_void_p).value or ALONE, compile_kernel(work)
 
 
 @numba.njit(nogil=True)
@@ -75,10 +71,5 @@ def _run(kernel, arguments, items, start, work):
     run_items(kernel, arguments.ctypes.data, items, start, work)
 
 
-def _note_fork() -> None:
-    global _is_forked
-    _is_forked = True
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+    os.register_at_fork(after_in_child=lambda: _forks.append(1))

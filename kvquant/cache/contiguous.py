@@ -514,8 +514,7 @@ class KVCache(NoShallowCopy):
             call = AttentionCall(q, seen, sm_scale, num_splits, return_lse, None, of_layer, backend)
             transformed = None if found is None or ready is None else (found, ready[1])
             out, lse = attend(call, basis, at.seq_lens, transformed)
-            is_new = taken is None or work is not None
-            if is_new and can_bind and (append := at.bound.find(k, v)):
+            if taken is None and can_bind and (append := at.bound.find(k, v)):
                 key = kind_of(q), sm_scale, num_splits  # as kernels/cpu/decode.py keeps it
                 is_plain = basis is None and isinstance(seen, FixedSegments)
                 work = seen.bound.get(key) if is_plain else None

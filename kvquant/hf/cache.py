@@ -995,9 +995,7 @@ class QuantizedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cache = self._cache()
-        cache = self.cache if cache is None else cache
-        return cache.hand(self.layer, self.at, key_states, value_states)
+        return self.cache.hand(self.layer, self.at, key_states, value_states)
 
     def get_seq_length(self) -> int:
         """Columns, padding included."""

@@ -233,7 +233,7 @@ def test_any_number_of_query_heads_costs_little_more_than_its_own() -> None:
     segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)
     for ratio in (*range(1, 18), 31, 34, 37, 67, 71, 72, 73, 127):
         heads = decode.heads_of_block(ratio)
-        items = decode.Work(torch.zeros(1, ratio, 64), [segment], 1.0, 1)._facts[decode.UNITS]
+        items = decode.Work(torch.zeros(1, ratio, 64), [segment], 1.0, 1)._facts[0]
         assert heads <= decode.MAX_HEADS and heads * items < ratio + items
         assert items == -(-ratio // decode.MAX_HEADS)
 
@@ -252,7 +252,7 @@ def test_several_queries_share_the_rows(
     attend = decode._attend
 
     def note(segments: Any, facts: Any, *given: int) -> int:
-        items.append(facts[decode.UNITS] * facts[decode.SPLITS])
+        items.append(facts[0] * facts[1])
         return int(attend(segments, facts, *given))
 
     counts, queries = (1500, 5, 0, 300), (q_len, q_len, 1, 1)

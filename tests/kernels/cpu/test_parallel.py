@@ -57,7 +57,7 @@ def test_work_is_shared_by_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch)
             assert (found == np.arange(1, items + 1)).all()
         assert {*os.listdir(tasks)} == others and str(mine) in others
         assert parallel.team()[:1] == (3,) and parallel.team()[1] != parallel.ALONE
-        monkeypatch.setattr(parallel, "_is_forked", True)
+        monkeypatch.setattr(parallel, "_forks", [1])
         assert parallel.team() == (3, parallel.ALONE, 0)
     finally:
         torch.set_num_threads(before)
