@@ -142,7 +142,7 @@ def bind_append(call: AppendCall, place: Placing | None = None) -> Append | None
     return Append(call, place)
 
 
-@compiled()
+@compiled
 def _append(arguments, found, kernel, place, bad, k, v, overflow, checks, start, work):
     """Write rows; see Append.at."""
     arguments[SIDE_K + X], arguments[SIDE_V + X] = k, v

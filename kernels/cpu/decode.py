@@ -507,13 +507,9 @@ class Work:
                 num_q_heads,
                 ratio,
                 ratio // q_len,
-                0,
-                0,
-                0,
+                *[0] * 3,
                 *((0, 0, 0) if change is None else change.arguments(i)),
-                segment.k_rows.shape[0],
-                0,
-                0,
+                *[segment.k_rows.shape[0], 0, 0],
             ]
         tensors = (part for one in self._segments for part in one if isinstance(part, torch.Tensor))
         self._tensors = [*tensors]
@@ -545,47 +541,37 @@ class Work:
         out = torch.empty(self._shape, dtype=torch.float32, device="cpu")
         lse = torch.empty(self._shape[:2], dtype=torch.float32, device="cpu")
         given = self._arguments, self._facts, address(q, "q"), out.data_ptr(), lse.data_ptr()
-        missing = _attend(*given, *team())
-        if missing > 0:  # segments have rows for the first time
-            for i, make in enumerate(self._makers):
-                if missing >> i & 1:
-                    self._arguments[i, KERNEL] = make()
-            missing = _attend(*given, *team())
-        return (out, lse) if missing == 0 else None
+        while (place := _attend(*given, *team())) > 0:  # a segment has rows for the first time
+            self._arguments[place - 1, KERNEL] = self._makers[place - 1]()
+        return None if place else (out, lse)
 
 
-@compiled()
+@compiled
 def _attend(segments, facts, q, out, lse, threads, start, work):
     """Attend to all segments and merge; 0 when done.
 
     segments, facts: of Work. threads, start, work: of parallel.team. It returns -1 if a value of a
-    segment is not possible, and a bit for each segment whose kernel has to be made.
+    segment is not possible, and the place + 1 of a segment whose kernel has to be made.
     """
     units, num_splits, num_heads, v_dim, _, _ = facts
     wanted = (ITEMS_PER_THREAD * threads + units - 1) // max(units, 1)  # so that all have work
-    splits, most, missing = 0, 0, 0
+    splits, most = 0, 0
     segments = segments.copy()  # another thread may attend to them as well
     for i in range(len(segments)):
         longest = _longest(segments[i])
         if longest < 0:
             return -1
+        if longest > 0 and segments[i, KERNEL] == 0:
+            return i + 1
         # so that none waits for long
-        count = min(wanted, longest // MIN_SPLIT)
-        count = max(1, count, (longest + MAX_SPLIT - 1) // MAX_SPLIT)
-        if num_splits > 0:
-            count = min(num_splits, longest)
-        if longest == 0:
-            count = 0
-        elif segments[i, KERNEL] == 0:
-            missing |= 1 << i
+        count = max(1, min(wanted, longest // MIN_SPLIT), (longest + MAX_SPLIT - 1) // MAX_SPLIT)
+        count = min(num_splits if num_splits > 0 else count, longest)
         segments[i, Q], segments[i, NUM_SPLITS], segments[i, ITEMS] = q, count, units * count
         splits, most = splits + count, max(most, longest)
-    if missing == 0:
-        parts = np.empty(splits * num_heads * (v_dim + 1), np.float32)
-        if num_heads * most < MIN_PARALLEL:
-            start = ALONE
-        _serve(segments, facts, parts, splits, out, lse, start, work)
-    return missing
+    parts = np.empty(splits * num_heads * (v_dim + 1), np.float32)
+    start = ALONE if num_heads * most < MIN_PARALLEL else start
+    _serve(segments, facts, parts, splits, out, lse, start, work)
+    return 0
 
 
 @numba.njit(nogil=True)
@@ -614,9 +600,8 @@ def _longest(segment):
     starts, slots, rows = segment[STARTS], segment[SEQ_SLOTS], segment[ROWS_BATCH]
     for b in range(segment[BATCH]):
         length, first = load_int32(segment[SEQ_LENS] + 4 * b), 0
-        if not 0 <= length <= capacity:
-            return -1
-        if starts != 0 and not 0 <= load_int32(starts + 4 * b) <= last_start:
+        start = load_int32(starts + 4 * b) if starts != 0 else 0
+        if not (0 <= length <= capacity and 0 <= start <= last_start):
             return -1
         if slots != 0 and not 0 <= load_int32(slots + 4 * b) < rows:
             return -1

@@ -66,7 +66,7 @@ def run_items(kernel, arguments, items, start, work):
             call_kernel(kernel, arguments, np.int64(item))
 
 
-@compiled()
+@compiled
 def _run(kernel, arguments, items, start, work):
     run_items(kernel, arguments.ctypes.data, items, start, work)
 

@@ -169,7 +169,7 @@ def make_place_kernel():
     return compile_kernel(place_kernel)
 
 
-@compiled()
+@compiled
 def _fill(
     lens,  # [4, batch]: seq_lens, packed_lens, new_lens, sequence slots
     table,  # [batch, max_pages], or [0, 0]: no pages
@@ -217,7 +217,7 @@ def _packed_slot(table, paged, b, index, page_size):
     return page * page_size + index % page_size
 
 
-@compiled()
+@compiled
 def _are_possible(
     slots,  # [3, num_tokens]: packed, exact, evicted; without 16-bit rows [1, num_tokens]
     num_packed,

@@ -23,7 +23,7 @@ from ..rows.format import RowFormat
 from ..rows.kind import LATENT
 from ..rows.probe import FEW_BITS, WARNED, combined, divergence_among, loss_of
 from ..rows.quantize import check_dtype, dequantize
-from ..rows.segment import FixedSegments, Segment
+from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant, moved
 from .checks import (
     Counts,
@@ -503,9 +503,8 @@ class KVCache(NoShallowCopy):
         else:
             self.changes += 1
         append, work = taken or (None, None)  # work: of attention on the CPU, without a basis
-        ready, basis = None, at.basis
-        if basis is not None and q.ndim == 3:
-            ready = queries_of(q, basis, sm_scale, backend)
+        basis = at.basis
+        ready = None if basis is None or q.ndim == 4 else queries_of(q, basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         found = at.append(k, v, None, *self.counters_of(layer), queries, append)
         state = None if work is None else work(q)
@@ -516,8 +515,7 @@ class KVCache(NoShallowCopy):
             out, lse = attend(call, basis, at.seq_lens, transformed)
             if taken is None and can_bind and (append := at.bound.find(k, v)):
                 key = kind_of(q), sm_scale, num_splits  # as kernels/cpu/decode.py keeps it
-                is_plain = basis is None and isinstance(seen, FixedSegments)
-                work = seen.bound.get(key) if is_plain else None
+                work = None if basis else getattr(seen, "bound", {}).get(key)
                 at.bound.keep((kind_of(q, k, v), options), (append, work))
         else:
             out, lse = state[0].to(q.dtype), state[1] if return_lse else None

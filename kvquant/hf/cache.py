@@ -418,18 +418,18 @@ class QuantizedCache(NoShallowCopy, Cache):
         try:
             if is_traced:
                 self.call.check_ready()
-            elif not self._dequantizes:
-                running.note(self)
-            if is_traced or not self.call.hand_next(layer, at):
-                if not is_traced:
+            else:
+                if not self._dequantizes:
+                    running.note(self)
+                if not self.call.is_next(at):
                     self._begin_layer(layer, at, keys.shape[2])
-                if not at:
-                    self._make_room(keys)
-                self.call.hand(layer)
+            if not at:
+                self._make_room(keys)
         except (ShapeError, UnsupportedModelError):
             self.take_back()
             raise
         assert self.kv is not None and at is not None
+        self.call.hand(layer)
         padding = None if is_traced else self.call.padding
         padding = None if padding is None else padding.on(keys.device)
         handed = Handed(self, self.kv, at, layer, padding, is_traced)

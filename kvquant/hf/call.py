@@ -79,12 +79,9 @@ class Call:
             self._state, self.due, self.was_asked = BEGUN, 0, was_asked
             self.padding = None
 
-    def hand_next(self, layer: int, at: int | None) -> bool:
-        """hand, if the call waits for this place and nothing is to be begun; else False."""
-        if at != self.due or self._state != APPENDED or self._layer is not None:
-            return False
-        self._layer = str(layer)
-        return True
+    def is_next(self, at: int | None) -> bool:
+        """Whether a call waits for this place, and nothing is to be begun or refused."""
+        return at == self.due and self._state == APPENDED and self._layer is None
 
     def check_turn(self, layer: int, at: int | None, places: int) -> None:
         """Raise unless a layer may hand over its tokens: its turn, and the layer before has
