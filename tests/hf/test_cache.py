@@ -3,6 +3,7 @@
 import copy
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cpu.decode import Work
 
 transformers = pytest.importorskip("transformers")
+from entered import calls_of  # noqa: E402
 from hf_cases import (  # noqa: E402
     FAMILIES,
     FP16,
@@ -48,6 +50,22 @@ BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 @pytest.fixture(scope="module", params=["Llama", "Qwen2"])
 def model(request: pytest.FixtureRequest) -> CachedModel:
     return tiny(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_step_on_the_cpu_enters_few_functions_in_each_layer(dtype: torch.dtype) -> None:
+    """Those of four layers, so that what a step does once does not count."""
+    found, text = [], tokens(1, 20)
+    for count in (2, 6):
+        model = by_kvquant(tiny("Llama", num_hidden_layers=count)).model.to(dtype)
+        cache = QuantizedCache(model)
+        step = partial(model, text[:, -1:], **caching(cache))
+        model(text, **caching(cache))
+        step()
+        step()  # the first one binds what later ones launch
+        found.append(calls_of(step))
+    assert found[1] - found[0] <= 4 * 34
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Persimmon"])  # tells attention its positions, or not
