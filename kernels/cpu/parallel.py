@@ -40,7 +40,7 @@ def team() -> tuple[int, int, int]:
 
 @functools.cache
 def _find_team() -> tuple[int, int]:
-    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    found: Any = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
 
     def work(job, _):
         item = next_item(job + 24)

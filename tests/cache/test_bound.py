@@ -75,7 +75,7 @@ def counted(at: LayerCache) -> Iterator[list[bool]]:
         found.append(launches is not None)
         return launches
 
-    at.bound.find = note  # type: ignore[method-assign]
+    at.bound.find = note  # type: ignore[method-assign, assignment]
     yield found
     del at.bound.find
 
