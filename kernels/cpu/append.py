@@ -74,10 +74,9 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     ROUND,  # the quantizer of x to 16-bit rows, or 0
     NAN,  # the least magnitude, as bits, of a NaN among the 16-bit rows
 ) = range(16)
-SIDES, SIDE_BYTES = 8, 16 * 8
+# where these begin, and behind them the arguments of the kernel that places tokens
+SIDE_K, SIDE_V, PLACE, SIDE_BYTES = 8, 8 + 16, 8 + 2 * 16, 16 * 8
 ROW_FLOATS = max(ROW_DIMS) // 2  # of a 16-bit row
-SIDE_K, SIDE_V = SIDES, SIDES + 16
-PLACE = SIDES + 2 * 16  # and behind them those of the kernel that places tokens
 NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
 Placing = tuple[dict[int, torch.Tensor], list[int]]  # of slots.bind_place
 
@@ -221,7 +220,7 @@ def make_append_kernel():
         rounded = stack_floats(ROW_FLOATS)
         items, tokens = argument(args, ITEMS_PER_SIDE), argument(args, TOKENS_PER_ITEM)
         exact_slots, first = argument(args, EXACT), item % items * tokens
-        side = args + 8 * SIDES + SIDE_BYTES * (item // items)
+        side = args + 8 * SIDE_K + SIDE_BYTES * (item // items)
         pack, to_exact = argument(side, PACK), argument(side, ROUND)
         page_size, exact_len = argument(side, PAGE_SIZE), argument(side, EXACT_LEN)
         bad = 0

@@ -511,8 +511,7 @@ class Work:
                 *((0, 0, 0) if change is None else change.arguments(i)),
                 *[segment.k_rows.shape[0], 0, 0],
             ]
-        tensors = (part for one in self._segments for part in one if isinstance(part, torch.Tensor))
-        self._tensors = [*tensors]
+        self._tensors = [x for one in self._segments for x in one if isinstance(x, torch.Tensor)]
         self._addresses = [one.data_ptr() for one in self._tensors]
 
     def _place(self, numbers: torch.Tensor | None, name: str = "lengths") -> int:

@@ -40,7 +40,8 @@ def team() -> tuple[int, int, int]:
 
 @functools.cache
 def _find_team() -> tuple[int, int]:
-    found: Any = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    libraries = map(ctypes.CDLL, (None, torch._C.__file__))  # torch takes a preloaded one first
+    found = next((one.GOMP_parallel for one in libraries if hasattr(one, "GOMP_parallel")), 0)
 
     def work(job, _):
         item = next_item(job + 24)

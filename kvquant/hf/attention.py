@@ -107,9 +107,8 @@ def _attention(
         if handed.kv.layers[handed.at].window != window or told not in (None, window):
             _check_window(handed, window, told, name)
         cap, sinks = options.get("softcap"), options.get("s_aux")
-        variant = None
-        if not (cap is None is sinks):
-            variant = AttentionVariant(cap, None if sinks is None else sinks.detach().float())
+        sinks = None if sinks is None else sinks.detach().float()
+        variant = None if cap is None is sinks else AttentionVariant(cap, sinks)
         if heads is not None and variant is not None:
             raise UnsupportedModelError(f"{name} has latent rows, and a cap or sink logits as well")
         if heads is not None:
