@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 
@@ -23,18 +25,20 @@ from kvquant.rows.call import AppendCall, AppendSide
 from kvquant.rows.format import ROW_DIMS, RowFormat
 
 from .compile import compile_kernel, compiled
-from .parallel import Launch
+from .parallel import ALONE, run_items, team
 from .rows import INPUTS, make_quantize_kernel
 from .simd import (
     I16,
     I64,
     argument,
+    call_kernel,
     load_int32,
     operation,
     stack_floats,
     store_int,
     store_int32,
 )
+from .slots import BATCH, OVERFLOW, make_place_kernel
 from .values import spec
 
 ROWS_PER_ITEM = 256
@@ -70,34 +74,48 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     ROUND,  # the quantizer of x to 16-bit rows, or 0
     NAN,  # the least magnitude, as bits, of a NaN among the 16-bit rows
 ) = range(16)
-SIDES, SIDE_BYTES = 8, 16 * 8
+# where these begin, and behind them the arguments of the kernel that places tokens
+SIDE_K, SIDE_V, PLACE, SIDE_BYTES = 8, 8 + 16, 8 + 2 * 16, 16 * 8
+ROW_FLOATS = max(ROW_DIMS) // 2  # of a 16-bit row
 NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
+Placing = tuple[dict[int, torch.Tensor], list[int]]  # of slots.bind_place
 
 
-class Append(Launch):
+class Append:
     """The write of a call, bound to its rows and slots; see bind_append."""
 
-    def __init__(self, call: AppendCall) -> None:
+    def __init__(self, call: AppendCall, place: Placing | None = None) -> None:
         num_tokens, num_heads, _ = call.k.x.shape
         tokens = -(-ROWS_PER_ITEM // max(num_heads, 1))
         items = -(-num_tokens // tokens) if num_heads else 0
         self._found = np.zeros((2, items), np.int64)
-        places = [0, 0, 0, self._found.ctypes.data]
+        placed, placing = place or ({}, [])
+        places = [num_tokens, num_heads, tokens, items, 0, 0, 0, self._found.ctypes.data]
         sides = [_arguments(side, call.exact_format) for side in call[:2]]
-        arguments = np.array([num_tokens, num_heads, tokens, items, *places, *sides[0], *sides[1]])
-        stay = dict(enumerate(call.slots, PACKED))
-        for at, side in zip((SIDES, SIDES + SIDE_BYTES // 8), call[:2], strict=True):
+        self._arguments = np.array([*places, *sides[0], *sides[1], *placing], np.int64)
+        stay = dict(enumerate(call.slots, PACKED)) | {PLACE + at: x for at, x in placed.items()}
+        for at, side in zip((SIDE_K, SIDE_V), call[:2], strict=True):
             stay |= {at + ROWS: side.rows, at + EXACT_ROWS: side.exact_rows}
-        tensors = {place: one for place, one in stay.items() if one is not None}
-        new = SIDES + X, SIDES + SIDE_BYTES // 8 + X
-        kernel, is_small = make_append_kernel(), items < 2
-        super().__init__(kernel, arguments, 2 * items, new, tensors, is_small=is_small)
+        self._stay = {at: one for at, one in stay.items() if one is not None}
+        self._tensors, self._addresses = [*self._stay.values()], list[int]()
+        self._kernels = make_append_kernel(), make_place_kernel() if placing else 0
 
-    def at(self, addresses: Sequence[int]) -> None:
-        """Write rows at the addresses of K and V; the first, of bad, may be 0."""
-        super().at(addresses[1:])
-        if addresses[0]:
-            _count(self._found, addresses[0])
+    def at(self, addresses: Sequence[int], overflow: int = 0, *, checks: bool = False) -> bool:
+        """Find the slots, if a launch that does is bound as well, and write rows.
+
+        Args:
+            addresses: of bad, which may be 0, and of K and V.
+            overflow: as bind_place takes it.
+            checks: do nothing and return False where a row cannot be held.
+        """
+        found = [*map(torch.Tensor.data_ptr, self._tensors)]
+        if found != self._addresses:  # torch moves a tensor that another process gets
+            for place, tensor in self._stay.items():
+                self._arguments[place] = address(tensor)
+            self._addresses = found
+        _, start, work = team() if self._found.size > 2 else (1, ALONE, 0)
+        given = *self._kernels, *addresses, overflow, checks, start, work
+        return bool(_append(self._arguments, self._found, *given))
 
 
 def append(call: AppendCall) -> None:
@@ -112,22 +130,51 @@ def append(call: AppendCall) -> None:
     )
 
 
-def bind_append(call: AppendCall) -> Append | None:
-    """An append bound to all but new rows: `at` takes the addresses of bad, k and v.
+def bind_append(call: AppendCall, place: Placing | None = None) -> Append | None:
+    """An append bound to all but new rows, and with `place` to what finds their slots.
 
     None if k or v is copied first, or transformed.
     """
     plain = Encoding()
     if call.rope is not None or any(x.is_neg() or e != plain for x, *_, e in call[:2]):
         return None
-    return Append(call)
+    return Append(call, place)
 
 
-@compiled()
-def _count(found, bad):
-    """Add the rows that were written as NaN, of K and of V, to two int32."""
-    for side in range(2):
-        store_int32(bad + 4 * side, load_int32(bad + 4 * side) + found[side].sum())
+@compiled
+def _append(arguments, found, kernel, place, bad, k, v, overflow, checks, start, work):
+    """Write rows; see Append.at."""
+    arguments[SIDE_K + X], arguments[SIDE_V + X] = k, v
+    address = np.int64(arguments.ctypes.data)
+    if checks and not _can_be_held(address):
+        return False
+    if place != 0:
+        arguments[PLACE + OVERFLOW] = overflow
+        for b in range(arguments[PLACE + BATCH]):
+            call_kernel(place, address + 8 * PLACE, np.int64(b))
+    run_items(kernel, address, np.int64(found.size), start, work)
+    if bad != 0:  # the rows that were written as NaN
+        for side in range(2):
+            store_int32(bad + 4 * side, load_int32(bad + 4 * side) + found[side].sum())
+    return True
+
+
+@numba.njit(nogil=True)
+def _can_be_held(args):
+    """Whether every row can be held in 16 bit, where there are such rows, and packed."""
+    rounded, packed = stack_floats(ROW_FLOATS), stack_floats(ROW_FLOATS)  # as long at most
+    for i in range(2 * argument(args, NUM_TOKENS) * argument(args, NUM_HEADS)):
+        side, row = args + 8 * SIDE_K + SIDE_BYTES * (i % 2), i // 2
+        token, head = row // argument(args, NUM_HEADS), row % argument(args, NUM_HEADS)
+        x = argument(side, X) + token * argument(side, X_STRIDE)
+        x += head * argument(side, X_STRIDE_HEAD)
+        if argument(side, ROUND) != 0:
+            if quantize_row(argument(side, ROUND), x, rounded) != 0:
+                return False
+            x = rounded
+        if quantize_row(argument(side, PACK), x, packed) != 0:
+            return False
+    return True
 
 
 def _arguments(side: AppendSide, exact_format: str) -> list[int]:
@@ -169,13 +216,11 @@ def quantize_row(emit, quantizer, x, row):
 
 @functools.cache
 def make_append_kernel():
-    row_floats = max(ROW_DIMS) // 2
-
     def append_kernel(args, item):
-        rounded = stack_floats(row_floats)
+        rounded = stack_floats(ROW_FLOATS)
         items, tokens = argument(args, ITEMS_PER_SIDE), argument(args, TOKENS_PER_ITEM)
         exact_slots, first = argument(args, EXACT), item % items * tokens
-        side = args + 8 * SIDES + SIDE_BYTES * (item // items)
+        side = args + 8 * SIDE_K + SIDE_BYTES * (item // items)
         pack, to_exact = argument(side, PACK), argument(side, ROUND)
         page_size, exact_len = argument(side, PAGE_SIZE), argument(side, EXACT_LEN)
         bad = 0

@@ -87,15 +87,11 @@ def compile_kernel(function: Callable[[int, int], None]) -> int:
     return address
 
 
-def compiled(**options: bool) -> Callable[[Any], Any]:
+def compiled(function: Any) -> Any:
     """Decorate a function of this room that Python calls: numba.njit, and kept on the disk."""
-
-    def wrap(function: Any) -> Any:
-        made = numba.njit(nogil=True, **options)(function)
-        made._cache = KernelCache(function)
-        return made
-
-    return wrap
+    made = numba.njit(nogil=True)(function)
+    made._cache = KernelCache(function)
+    return made
 
 
 class KernelCache(NullCache):

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
+import numba
 import numpy as np
 import torch
 
@@ -38,7 +39,7 @@ from . import simd
 from .combine import make_merge_kernel
 from .compile import compile_kernel, compiled
 from .integers import MAX_INTEGER_HEADS, Keys, Values
-from .parallel import run
+from .parallel import ALONE, run_items, team
 from .simd import (
     LANES,
     add,
@@ -96,6 +97,7 @@ MIN_SPLIT = 512  # tokens that are worth a work item of their own
 MAX_SPLIT = 1 << 16  # tokens that float32 sums take without losing digits
 ITEMS_PER_THREAD = 4  # so that unequal items even out
 MIN_PARALLEL = 1 << 13  # query heads * tokens that are worth waking other threads
+MIN_PARALLEL_MERGE = 1 << 18  # floats of all splits
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 MOST_FACTOR = float(np.finfo(np.float32).max)
@@ -347,7 +349,10 @@ def make_decode_kernel(k_spec, v_spec, heads, least=RUN, in_integers=False):
     CHANGE,  # address of the kernel that changes scores, or 0; see variant.py
     CHANGE_FIELDS,
     ROWS_BATCH,  # sequences, sequence slots or pages of the rows
-) = range(31)
+    KERNEL,  # its address, or 0 while there are no rows
+    ITEMS,  # of the segment
+) = range(33)
+NUM_ARGUMENTS = ITEMS + 1
 
 
 def attend(
@@ -366,7 +371,7 @@ def attend(
         if kind is not None and (sm_scale is None or type(sm_scale) is float):  # True were 1.0
             key = kind, sm_scale, num_splits
             kept: Work | None = segments.bound.get(key)
-            found = kept(q) if kept is not None and kept.is_in_place() else None
+            found = None if kept is None else kept(q)
             if found is not None:
                 return found
     fixed = segments
@@ -440,7 +445,6 @@ class Work:
         visible: of each segment the rows that each query sees, [batch, q_len] int32; None for all.
 
     Attributes:
-        units: work items of a split: sequences times blocks of query heads.
         is_kept: whether all its tensors are those of the segments, and none is a copy.
     """
 
@@ -459,20 +463,20 @@ class Work:
         # rounds less than 16-bit queries and outputs are rounded anyway
         in_integers = q.dtype != torch.float32 and simd.in_hardware("avx512vnni")
         heads = heads_of_block(ratio, MAX_INTEGER_HEADS if in_integers else MAX_HEADS)
-        # blocks of all KV heads
-        self.units = batch * num_q_heads // ratio * -(-ratio // heads) if ratio else 0
-        self._shape, self._num_splits = (batch, num_q_heads, v_dim), num_splits or 0
+        # work items of a split: blocks of query heads of all KV heads and sequences
+        units = batch * num_q_heads // ratio * -(-ratio // heads) if ratio else 0
+        self._shape, kernels = (batch, num_q_heads, v_dim), (make_any_kernel(), make_merge_kernel())
+        self._facts = units, num_splits or 0, batch * num_q_heads, v_dim, *kernels
         factor = sm_scale * LOG2E
         if abs(factor) > MOST_FACTOR:  # float32 cannot hold it
             factor = math.copysign(math.inf, factor)
         factor_bits = np.array([factor, 0], np.float32).view(np.int64)
-        self._kernels = np.zeros(len(segments), np.int64)  # made once they have rows to read
         self._makers: list[Callable[[], int]] = []
-        self._arguments = np.zeros((len(segments), ROWS_BATCH + 1), np.int64)
+        self._arguments = np.zeros((len(segments), NUM_ARGUMENTS), np.int64)
         # not the tuple that keeps this work: it would hold itself
         self._segments, self._kept = [*segments], list[object]([change])
         self.is_kept = True
-        for i, segment in enumerate(segments if self.units else ()):
+        for i, segment in enumerate(segments if units else ()):
             table, page_size = segment.block_table, segment.k_rows.shape[2]
             least = RUN if table is None else min(page_size, RUN)
             formats = spec(segment.k_format), spec(segment.v_format)
@@ -503,19 +507,12 @@ class Work:
                 num_q_heads,
                 ratio,
                 ratio // q_len,
-                0,
-                0,
-                0,
+                *[0] * 3,
                 *((0, 0, 0) if change is None else change.arguments(i)),
-                segment.k_rows.shape[0],
+                *[segment.k_rows.shape[0], 0, 0],
             ]
-        tensors = (part for one in self._segments for part in one if isinstance(part, torch.Tensor))
-        self._tensors = [*tensors]
+        self._tensors = [x for one in self._segments for x in one if isinstance(x, torch.Tensor)]
         self._addresses = [one.data_ptr() for one in self._tensors]
-
-    def is_in_place(self) -> bool:
-        """Whether all tensors lie where they lay: torch moves those that other processes get."""
-        return self._addresses == [one.data_ptr() for one in self._tensors]
 
     def _place(self, numbers: torch.Tensor | None, name: str = "lengths") -> int:
         if numbers is None:
@@ -534,84 +531,102 @@ class Work:
         return found
 
     def __call__(self, q: torch.Tensor) -> State | None:
-        """Attend; None if a length, start, sequence slot or page does not exist."""
-        q = q.detach().float().contiguous()
-        arguments, kernels, units = self._arguments.copy(), self._kernels, self.units
-        wanted = -(-ITEMS_PER_THREAD * torch.get_num_threads() // units) if units else 0
-        splits, longest, is_ready = _plan(arguments, kernels, wanted, self._num_splits)
-        if splits < 0:
+        """Attend; None if a length, start, sequence slot or page does not exist, or if torch has
+        moved a tensor, as it does with those that other processes get."""
+        if self._addresses != [*map(torch.Tensor.data_ptr, self._tensors)]:
             return None
-        out = torch.empty(max(splits, 1), *self._shape, dtype=torch.float32, device="cpu")
-        lse = torch.empty(out.shape[:-1], dtype=torch.float32, device="cpu")
-        if not splits:
-            return out[0].zero_(), lse[0].fill_(-math.inf)
-        if not is_ready:
-            for i, make in enumerate(self._makers):
-                if arguments[i, NUM_SPLITS] and not kernels[i]:
-                    kernels[i] = make()
-        batch, num_heads, v_dim = self._shape
-        is_small = batch * num_heads * longest < MIN_PARALLEL
-        places = address(q, "q"), out.data_ptr(), lse.data_ptr()
-        _serve(arguments, kernels, *places, batch * num_heads, v_dim, units * is_small)
-        if not is_small:
-            for kernel, of_segment in zip(kernels.tolist(), arguments, strict=True):
-                run(kernel, of_segment, units * int(of_segment[NUM_SPLITS]))
-        if splits > 1:
-            merged = np.array([*places[1:], splits, batch * num_heads, v_dim], np.int64)
-            is_large = out.numel() > 1 << 18
-            run(make_merge_kernel(), merged, batch * num_heads, parallel=is_large)
-        return out[0], lse[0]
+        if q.dtype != torch.float32 or not q.is_contiguous():
+            q = q.detach().float().contiguous()
+        out = torch.empty(self._shape, dtype=torch.float32, device="cpu")
+        lse = torch.empty(self._shape[:2], dtype=torch.float32, device="cpu")
+        given = self._arguments, self._facts, address(q, "q"), out.data_ptr(), lse.data_ptr()
+        while (place := _attend(*given, *team())) > 0:  # a segment has rows for the first time
+            self._arguments[place - 1, KERNEL] = self._makers[place - 1]()
+        return None if place else (out, lse)
 
 
-@compiled()
-def _plan(arguments, kernels, wanted, num_splits):
-    """Set the splits of each segment; their number, the most rows, and whether kernels are made.
+@compiled
+def _attend(segments, facts, q, out, lse, threads, start, work):
+    """Attend to all segments and merge; 0 when done.
 
-    -1 splits if a value of a segment is not possible. wanted: splits that give all threads work.
+    segments, facts: of Work. threads, start, work: of parallel.team. It returns -1 if a value of a
+    segment is not possible, and the place + 1 of a segment whose kernel has to be made.
     """
-    splits, most, is_ready = 0, 0, True
-    for i in range(len(arguments)):
-        at = arguments[i]
-        capacity, page_shift, longest = at[CAPACITY], at[PAGE_SHIFT], 0
-        last_start = max(capacity - at[SINKS] - 1, 0)  # a ring without rows starts at 0
-        for b in range(at[BATCH]):
-            length, first = load_int32(at[SEQ_LENS] + 4 * b), 0
-            if not 0 <= length <= capacity:
-                return -1, 0, True
-            if at[STARTS] != 0 and not 0 <= load_int32(at[STARTS] + 4 * b) <= last_start:
-                return -1, 0, True
-            if at[SEQ_SLOTS] != 0 and not 0 <= load_int32(at[SEQ_SLOTS] + 4 * b) < at[ROWS_BATCH]:
-                return -1, 0, True
-            if at[BLOCK_TABLE] != 0:
-                table = at[BLOCK_TABLE] + b * at[BLOCK_TABLE_STRIDE_BATCH]
-                for entry in range((length + (1 << page_shift) - 1) >> page_shift):
-                    page = load_int32(table + entry * at[BLOCK_TABLE_STRIDE])
-                    if not 0 <= page < at[ROWS_BATCH]:
-                        return -1, 0, True
-            if at[FIRST_ROWS] != 0:
-                first = load_int32(at[FIRST_ROWS] + 4 * b)
-            longest = max(longest, length - first)
-        # so that all threads have work and none waits for long
-        count = min(wanted, longest // MIN_SPLIT)
-        count = max(1, count, (longest + MAX_SPLIT - 1) // MAX_SPLIT)
-        if num_splits > 0:
-            count = min(num_splits, longest)
-        at[NUM_SPLITS] = count if longest > 0 else 0
-        is_ready &= longest <= 0 or kernels[i] != 0
-        splits, most = splits + at[NUM_SPLITS], max(most, longest)
-    return splits, most, is_ready
+    units, num_splits, num_heads, v_dim, _, _ = facts
+    wanted = (ITEMS_PER_THREAD * threads + units - 1) // max(units, 1)  # so that all have work
+    splits, most = 0, 0
+    segments = segments.copy()  # another thread may attend to them as well
+    for i in range(len(segments)):
+        longest = _longest(segments[i])
+        if longest < 0:
+            return -1
+        if longest > 0 and segments[i, KERNEL] == 0:
+            return i + 1
+        # so that none waits for long
+        count = max(1, min(wanted, longest // MIN_SPLIT), (longest + MAX_SPLIT - 1) // MAX_SPLIT)
+        count = min(num_splits if num_splits > 0 else count, longest)
+        segments[i, Q], segments[i, NUM_SPLITS], segments[i, ITEMS] = q, count, units * count
+        splits, most = splits + count, max(most, longest)
+    parts = np.empty(splits * num_heads * (v_dim + 1), np.float32)
+    start = ALONE if num_heads * most < MIN_PARALLEL else start
+    _serve(segments, facts, parts, splits, out, lse, start, work)
+    return 0
 
 
-@compiled()
-def _serve(arguments, kernels, q, out, lse, num_heads, v_dim, units):
-    """Set the addresses of a call and run so many units of each split, in this thread."""
-    for i in range(len(arguments)):
-        at = arguments[i]
-        at[Q], at[OUT], at[LSE] = q, out, lse
-        out += 4 * num_heads * v_dim * at[NUM_SPLITS]
-        lse += 4 * num_heads * at[NUM_SPLITS]
-        for item in range(units * at[NUM_SPLITS]):
-            call_kernel(kernels[i], at.ctypes.data, np.int64(item))
+@numba.njit(nogil=True)
+def _serve(segments, facts, parts, splits, out, lse, start, work):
+    """Compute the parts of all splits and merge them; see _attend."""
+    _, _, num_heads, v_dim, any_kernel, merge = facts
+    place, items = np.int64(parts.ctypes.data), 0
+    lses = place + 4 * splits * num_heads * v_dim
+    merged = np.array([place, lses, splits, num_heads, v_dim, out, lse])
+    for i in range(len(segments)):
+        segments[i, OUT], segments[i, LSE] = place, lses
+        place += 4 * num_heads * v_dim * segments[i, NUM_SPLITS]
+        lses += 4 * num_heads * segments[i, NUM_SPLITS]
+        items += segments[i, ITEMS]
+    run_items(any_kernel, segments.ctypes.data, items, start, work)
+    start = ALONE if parts.size < MIN_PARALLEL_MERGE else start
+    run_items(merge, merged.ctypes.data, num_heads, start, work)
+    merged[0] = 0  # it lives until here
+
+
+@numba.njit(nogil=True)
+def _longest(segment):
+    """The most rows of a sequence that its queries see; -1 if a value is not possible."""
+    capacity, page_shift, longest = segment[CAPACITY], segment[PAGE_SHIFT], 0
+    last_start = max(capacity - segment[SINKS] - 1, 0)  # a ring without rows starts at 0
+    starts, slots, rows = segment[STARTS], segment[SEQ_SLOTS], segment[ROWS_BATCH]
+    for b in range(segment[BATCH]):
+        length, first = load_int32(segment[SEQ_LENS] + 4 * b), 0
+        start = load_int32(starts + 4 * b) if starts != 0 else 0
+        if not (0 <= length <= capacity and 0 <= start <= last_start):
+            return -1
+        if slots != 0 and not 0 <= load_int32(slots + 4 * b) < rows:
+            return -1
+        if segment[BLOCK_TABLE] != 0:
+            table = segment[BLOCK_TABLE] + b * segment[BLOCK_TABLE_STRIDE_BATCH]
+            for entry in range((length + (1 << page_shift) - 1) >> page_shift):
+                page = load_int32(table + entry * segment[BLOCK_TABLE_STRIDE])
+                if not 0 <= page < rows:
+                    return -1
+        if segment[FIRST_ROWS] != 0:
+            first = load_int32(segment[FIRST_ROWS] + 4 * b)
+        longest = max(longest, length - first)
+    return longest
+
+
+@functools.cache
+def make_any_kernel():
+    """The kernel of all segments' work items, those of the first segment first."""
+
+    def any_kernel(segment, item):
+        while item >= argument(segment, ITEMS):
+            item -= argument(segment, ITEMS)
+            segment += 8 * NUM_ARGUMENTS
+        call_kernel(argument(segment, KERNEL), segment, item)
+
+    return compile_kernel(any_kernel)
 
 
 def heads_of_block(ratio: int, most: int = MAX_HEADS) -> int:

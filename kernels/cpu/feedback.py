@@ -47,9 +47,8 @@ def round_with_feedback(
     num_rows = x.numel() // x.shape[-1]
     pointers = [address(tensor) for tensor in (x, params, columns, codes)]
     arguments = np.array([*pointers, num_rows, x.shape[2], x.shape[1]], np.int64)
-    items = -(-num_rows // ROWS_PER_ITEM)
     kernel = make_feedback_kernel(x.shape[-1], params.shape[-2], int(levels))
-    run(kernel, arguments, items, parallel=items > 1)
+    run(kernel, arguments, -(-num_rows // ROWS_PER_ITEM))
     return codes
 
 

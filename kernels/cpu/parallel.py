@@ -1,62 +1,25 @@
-"""Run a compiled kernel over its work items, on all threads that torch uses.
+"""Run a compiled kernel over its work items, on the threads that torch runs on.
 
-Every CPU kernel is a C function (arguments, item), so one driver serves all. A process that was
-forked after kernels ran in parallel has one thread: numba's OpenMP would end it otherwise.
+Every CPU kernel is a C function (arguments, item), so one driver serves all. The threads are those
+of torch's own OpenMP: a second runtime would spin on the cores that torch's threads spin on, and
+each would delay the other. A process that was forked takes one: OpenMP would wait for threads that
+are not there.
 """
 
+import ctypes
+import functools
 import os
-import threading
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from kvquant.rows.arguments import address
+from .compile import compile_kernel, compiled
+from .simd import argument, call_kernel, call_team, next_item, stack_floats, store_int
 
-from .compile import compiled
-from .simd import call_kernel
-
-# one of numba's threading layers ends the process if two threads meet in it
-_lock = threading.Lock()
-_has_run_parallel = False
-_is_forked = False
-
-
-class Launch:
-    """A kernel and arguments that stay; `at` takes the addresses of the new ones and runs it.
-
-    Args:
-        new: places of the new addresses among the arguments.
-        stay: the tensors whose addresses stay, by their places. torch moves a tensor that another
-            process gets (share_memory_), so `at` looks where they are.
-        is_small: not worth more than one thread.
-    """
-
-    def __init__(
-        self,
-        kernel: int,
-        arguments: Any,
-        items: int,
-        new: Sequence[int],
-        stay: Mapping[int, torch.Tensor],
-        *,
-        is_small: bool,
-    ) -> None:
-        self._kernel, self._items, self._new = kernel, items, new
-        self._places, self._tensors, self._addresses = [*stay], [*stay.values()], list[int]()
-        self.arguments, self._is_parallel = arguments, not is_small
-
-    def at(self, addresses: Sequence[int]) -> None:
-        found = [tensor.data_ptr() for tensor in self._tensors]
-        if found != self._addresses:
-            for place, tensor in zip(self._places, self._tensors, strict=True):
-                self.arguments[place] = address(tensor)
-            self._addresses = found
-        for place, new in zip(self._new, addresses, strict=True):
-            self.arguments[place] = new
-        run(self._kernel, self.arguments, self._items, parallel=self._is_parallel)
+ALONE = 0  # in place of a team: one thread
+_forks: list[int] = []  # this process is the child of one
 
 
 def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:
@@ -64,40 +27,50 @@ def run(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> No
 
     arguments: int64 array. parallel: whether the work is worth more than one thread.
     """
-    global _has_run_parallel
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, items)
-    if parallel and threads > 1 and not _is_forked:
-        with _lock:
-            _has_run_parallel = True
-            before = numba.get_num_threads()  # of the caller's own code
-            numba.set_num_threads(threads)
-            try:
-                _run_parallel(kernel, arguments, items, threads)
-            finally:
-                numba.set_num_threads(before)
+    _, start, work = team() if parallel and items > 1 else (1, ALONE, 0)
+    _run(kernel, arguments, items, start, work)
+
+
+def team() -> tuple[int, int, int]:
+    """Threads, and what run_items calls to work on them: GOMP_parallel of torch's OpenMP, or ALONE
+    where only one thread can work, and the work of a thread."""
+    threads = torch.get_num_threads()  # this also tells OpenMP torch's number
+    return threads, *((ALONE, 0) if _forks or threads < 2 else _find_team())
+
+
+@functools.cache
+def _find_team() -> tuple[int, int]:
+    libraries = map(ctypes.CDLL, (None, torch._C.__file__))  # torch takes a preloaded one first
+    found = next((one.GOMP_parallel for one in libraries if hasattr(one, "GOMP_parallel")), 0)
+
+    def work(job, _):
+        item = next_item(job + 24)
+        while item < argument(job, 2):
+            call_kernel(argument(job, 0), argument(job, 1), item)
+            item = next_item(job + 24)
+
+    return ctypes.cast(found, ctypes.c_void_p).value or ALONE, compile_kernel(work)
+
+
+@numba.njit(nogil=True)
+def run_items(kernel, arguments, items, start, work):
+    """Call a kernel with each item; arguments: their address. start and work: of team."""
+    if start != ALONE and items > 1:
+        job = stack_floats(2 * 4)
+        store_int(job, kernel)
+        store_int(job + 8, arguments)
+        store_int(job + 16, items)
+        store_int(job + 24, 0)  # the next one
+        call_team(start, work, job)
     else:
-        _run(kernel, arguments, items)
+        for item in range(items):
+            call_kernel(kernel, arguments, np.int64(item))
 
 
-def _after_fork():
-    global _lock, _is_forked
-    _lock, _is_forked = threading.Lock(), _has_run_parallel
+@compiled
+def _run(kernel, arguments, items, start, work):
+    run_items(kernel, arguments.ctypes.data, items, start, work)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-@compiled()
-def _run(kernel, arguments, items):
-    address = arguments.ctypes.data
-    for item in range(items):
-        call_kernel(kernel, address, np.int64(item))
-
-
-@compiled(parallel=True)
-def _run_parallel(kernel, arguments, items, threads):
-    address = arguments.ctypes.data
-    for thread in numba.prange(threads):
-        for item in range(thread, items, threads):
-            call_kernel(kernel, address, np.int64(item))
+    os.register_at_fork(after_in_child=lambda: _forks.append(1))

@@ -71,7 +71,7 @@ def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, bool]:
     bad = np.zeros(1, np.uint16)
     kernel = make_quantize_kernel(spec(fmt), INPUTS[x.dtype])
     arguments = np.array([address(x), address(rows), num_rows, bad.ctypes.data], np.int64)
-    _run(kernel, arguments, num_rows)
+    run(kernel, arguments, -(-num_rows // ROWS_PER_ITEM))
     return rows, not bad[0].item()
 
 
@@ -85,13 +85,8 @@ def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
     if not num_rows:
         return x
     arguments = np.array([address(x), address(rows), num_rows, 0], np.int64)
-    _run(make_dequantize_kernel(spec(fmt)), arguments, num_rows)
+    run(make_dequantize_kernel(spec(fmt)), arguments, -(-num_rows // ROWS_PER_ITEM))
     return x
-
-
-def _run(kernel, arguments, num_rows):
-    items = -(-num_rows // ROWS_PER_ITEM)
-    run(kernel, arguments, items, parallel=items > 1)
 
 
 @operation(f32x16, literal, types.int64)

@@ -405,6 +405,21 @@ def call_kernel(emit, kernel, arguments, item):
     emit.builder.call(emit.builder.inttoptr(kernel, kind.as_pointer()), [arguments, item])
 
 
+@operation(types.void, types.int64, types.int64, types.int64)
+def call_team(emit, start, work, job):
+    """Call work(job) in each thread of OpenMP's team, by the address of its GOMP_parallel."""
+    kind, none = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32]), ir.Constant(I32, 0)
+    start = emit.builder.inttoptr(start, kind.as_pointer())
+    emit.builder.call(start, [work, job, none, none])  # no number of threads means all, no flags
+
+
+@operation(types.int64, types.int64)
+def next_item(emit, address):
+    """The int64 at an address, which is counted up for all threads at once."""
+    pointer = emit.builder.inttoptr(address, I64.as_pointer())
+    return emit.builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
+
+
 @operation(types.void, types.int64, types.int64)
 def store_int32(emit, address, value):
     """The low 32 bits of an integer to a byte address."""

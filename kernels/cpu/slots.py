@@ -13,11 +13,11 @@ import numba
 import numpy as np
 import torch
 
-from kvquant.rows.arguments import MAX_LENGTH
+from kvquant.rows.arguments import MAX_LENGTH, address
 from kvquant.rows.slots import SlotsCall
 
 from .compile import compile_kernel, compiled
-from .parallel import Launch
+from .parallel import run
 from .simd import argument, load_int32, store_int, store_int32
 
 # the arguments of the kernel that places tokens: addresses, as of kernels/cuda/slots/launch.py
@@ -90,7 +90,10 @@ def place_tokens(
     """Write slots to room, and lengths in place; as kernels/cuda/slots/launch.py."""
     if new_lens is not None:
         new_lens = new_lens.long().contiguous()
-    bind_place(lens, sizes, new_tokens, room, new_lens).at((overflow.data_ptr(),))
+    stay, numbers = bind_place(lens, sizes, new_tokens, room, new_lens)
+    for place, tensor in (stay | {OVERFLOW: overflow}).items():
+        numbers[place] = address(tensor)
+    run(make_place_kernel(), np.array(numbers), numbers[BATCH], parallel=False)
 
 
 def bind_place(
@@ -99,12 +102,12 @@ def bind_place(
     new_tokens: int,
     room: torch.Tensor,
     new_lens: torch.Tensor | None = None,
-) -> Launch:
-    """Bind place_tokens to a layer and a number of tokens; it takes overflow's address."""
+) -> tuple[dict[int, torch.Tensor], list[int]]:
+    """What the kernel takes for a layer and a number of tokens: tensors by their places, and
+    numbers; the address of overflow is missing."""
     batch, given = room.shape[1] // (new_tokens + 1), (*lens, new_lens, None, room)
     stay = {place: one for place, one in enumerate(given) if one is not None}
-    arguments = np.array([*[0] * len(given), *sizes, new_tokens, batch], np.int64)
-    return Launch(make_place_kernel(), arguments, batch, [OVERFLOW], stay, is_small=True)
+    return stay, [*[0] * len(given), *sizes, new_tokens, batch]
 
 
 @functools.cache
@@ -166,7 +169,7 @@ def make_place_kernel():
     return compile_kernel(place_kernel)
 
 
-@compiled()
+@compiled
 def _fill(
     lens,  # [4, batch]: seq_lens, packed_lens, new_lens, sequence slots
     table,  # [batch, max_pages], or [0, 0]: no pages
@@ -214,7 +217,7 @@ def _packed_slot(table, paged, b, index, page_size):
     return page * page_size + index % page_size
 
 
-@compiled()
+@compiled
 def _are_possible(
     slots,  # [3, num_tokens]: packed, exact, evicted; without 16-bit rows [1, num_tokens]
     num_packed,

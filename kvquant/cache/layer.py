@@ -113,13 +113,13 @@ def packed_row_bytes(
 class BoundAppend(NamedTuple):
     """The launches of an append of new_tokens to each sequence, bound to a layer's tensors.
 
-    place is from bind_place, write from bind_append; they share room (slots.Placed), so appends to
-    a layer must follow one another on one stream.
+    place is from bind_place, write from bind_append, which on the CPU does both; they share room
+    (slots.Placed), so appends to a layer must follow one another on one stream.
     """
 
     new_tokens: int
-    place: Launch
-    write: Launch
+    place: Launch | None
+    write: Any
     room: torch.Tensor
 
 
@@ -143,6 +143,7 @@ class LayerCache:
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
         longest: an upper bound of seq_lens; None once a graph appends, whose replays the host
             does not see (hf's CapturedStep counts its own).
+        rounds_first: whether new rows are rounded to 16 bit before anything else.
         row_kind: KEY_VALUE or LATENT.
         sides: what messages call K and V.
         formats, exact_formats: of packed and 16-bit rows in memory, one for each tensor.
@@ -206,6 +207,7 @@ class LayerCache:
         self.lens = Lens(*lens, *seen)
         sizes = self.sink_len, self.packed_len, self.recent_len, self.split.ring_len
         self.sizes = Sizes(*sizes, max_seq_len, hides or 0)
+        self.rounds_first = basis is None and self.split.exact_len > 0
         self.bound = Bound()
         self._find_views()
 
@@ -478,19 +480,24 @@ class LayerCache:
 
         queries go to write_rows, which gives the result; bound are launches already found.
         """
-        if new_lens is None and queries is None and not torch.compiler.is_compiling():
+        if new_lens is None and queries is None and (bound or not torch.compiler.is_compiling()):
             bound = bound or self.bound.find(k, v)
             # else lengths have to be read: they are not known, or near max_seq_len
             if bound and self.longest is not None and self.longest + bound[0] <= self.max_seq_len:
                 new_tokens, place, write, room = bound
-                if k.is_cpu:
-                    self._check_values(k, v, None)
-                place.at((overflow_tokens.data_ptr(),))
-                try:
-                    write.at((bad_rows.data_ptr(), k.data_ptr(), v.data_ptr()))
-                except BaseException:  # an interrupt, too
-                    self._take_back(room)
-                    raise
+                overflow = overflow_tokens.data_ptr()
+                new = bad_rows.data_ptr(), address(k, self.sides[0]), address(v, self.sides[1])
+                if place is None:
+                    if not write.at(new, overflow, checks=True):
+                        self._check_values(k, v, None)
+                        write.at(new, overflow)
+                else:
+                    place.at((overflow,))
+                    try:
+                        write.at(new)
+                    except BaseException:  # an interrupt, too
+                        self._take_back(room)
+                        raise
                 self.longest += new_tokens
                 return None
         given = k, v
@@ -542,9 +549,9 @@ class LayerCache:
         ):
             return
         place = bind_place(self.lens, self.sizes, new_tokens, placed.room)
-        write = bind_append(call, placed=True)
-        if place is not None and write is not None:
-            self.bound.keep(kind_of(*given), BoundAppend(new_tokens, place, write, placed.room))
+        found = bind_append(call, place)
+        if place is not None and found is not None:
+            self.bound.keep(kind_of(*given), BoundAppend(new_tokens, *found, placed.room))
 
     def _take_back(self, room: torch.Tensor) -> None:
         """Restore the lengths after tokens were placed that could not be written."""

@@ -85,25 +85,30 @@ def _attention(
         options |= {"scaling": scaling, "dropout": dropout}
         return _plain_attention(module, query, key, value, attention_mask, options)
     try:
-        heads, rows = None, handed.latents
+        heads, rows = None, handed.latents if isinstance(handed.kv, LatentKVCache) else None
         if rows is None:
-            _check_keys(handed, name, query, key, value)
             rows = key, value
         else:
             heads = heads_of(module, *(x.shape[-1] for x in rows))
             heads.check(query, key, value)
-        config = getattr(module, "config", None)
-        if config is not None and not handed.at:
-            handed.to.check_model(config)
-        if not handed.at and not handed.appended:
-            check_positions(handed.to, options.get("position_ids"), handed.is_traced)
-        for why in _not_served(handed, module, rows[0], dropout, options):
+        for why in _not_served(handed, module, query, rows, heads, dropout, options):
             raise UnsupportedModelError(f"{name} {why}")
-        window = window_of(
-            _whole_mask(handed, attention_mask, query.shape[2]), name, handed.to.columns
-        )
-        _check_window(handed, window, options.get("sliding_window"), name)
-        variant = _variant_of(options)
+        if not handed.at:
+            config = getattr(module, "config", None)
+            if config is not None:
+                handed.to.check_model(config)
+            if not handed.appended:
+                check_positions(handed.to, options.get("position_ids"), handed.is_traced)
+        if handed.appended:
+            attention_mask = _whole_mask(handed.mask, attention_mask, query.shape[2])
+        else:
+            handed.mask = attention_mask
+        window, told = window_of(attention_mask, name, handed.to), options.get("sliding_window")
+        if handed.kv.layers[handed.at].window != window or told not in (None, window):
+            _check_window(handed, window, told, name)
+        cap, sinks = options.get("softcap"), options.get("s_aux")
+        sinks = None if sinks is None else sinks.detach().float()
+        variant = None if cap is None is sinks else AttentionVariant(cap, sinks)
         if heads is not None and variant is not None:
             raise UnsupportedModelError(f"{name} has latent rows, and a cap or sink logits as well")
         if heads is not None:
@@ -123,30 +128,27 @@ def _is_outside(module: torch.nn.Module, handed: Any) -> bool:
     return hasattr(module, "kv_b_proj") and running.traced is None
 
 
-def _check_keys(
-    handed: Handed, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
-    """Raise unless a layer attends to exactly the keys and values that it got."""
-    if getattr(value, "kvquant_values", None) is not handed:
-        raise UnsupportedModelError(
-            f"{name} attends to other values than it gave to the cache (split, scaled or "
-            f"repeated): a KVCache holds keys and values as attention meets them. {DEQUANTIZE}"
-        )
-    asked, new = query.shape[2], key.shape[2]
-    if asked != new and not (handed.appended and asked < new):
-        raise UnsupportedModelError(f"{name} attends with other tokens than those of its keys")
-
-
 def _not_served(
     handed: Handed,
     module: torch.nn.Module,
-    key: torch.Tensor,
+    query: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    heads_of_latents: LatentHeads | None,
     dropout: float,
     options: dict[str, Any],
 ) -> list[str]:
     """What a layer asks for that a KVCache cannot compute, or has that its cache has not."""
-    found = []  # no generator: torch.compile traces this
-    rows, heads, held = handed.kv.layers[handed.at].device, key.shape[1], handed.kv.num_kv_heads
+    found, (key, value) = [], new  # no generator: torch.compile traces this
+    if heads_of_latents is None and getattr(value, "kvquant_values", None) is not handed:
+        found.append(
+            "attends to other values than it gave to the cache (split, scaled or repeated): a "
+            f"KVCache holds keys and values as attention meets them. {DEQUANTIZE}"
+        )
+    asked, tokens = query.shape[2], key.shape[2]
+    if asked != tokens and not (handed.appended and asked < tokens):
+        found.append("attends with other tokens than those of its keys")
+    rows, held = handed.kv.layers[handed.at].seq_lens.device, handed.kv.num_kv_heads
+    heads = key.shape[1]
     if key.device != rows:
         found.append(
             f"is on {key.device}, its rows on {rows}: make the cache of the model "
@@ -244,8 +246,7 @@ def _attend(
     if not handed.appended:
         handed.reads_rows = new == 1 or handed.to.takes_drafts()
     if handed.reads_rows:
-        given = query.transpose(1, 2)
-        given = given[:, 0] if asked == 1 else given
+        given = query.squeeze(2) if asked == 1 else query.transpose(1, 2)
         queries: tuple[torch.Tensor, ...] = (given,) if heads is None else heads.absorb(given)
         if query.is_cuda and query.dtype == torch.float32:  # the kernel there takes 16-bit queries
             queries = tuple(q.bfloat16() for q in queries)  # of any size, where fp16 ends at 65504
@@ -257,10 +258,10 @@ def _attend(
                 folded = heads.folded is not None
                 options = {"in_basis": folded, "sm_scale": heads.scale_of(scaling)}
             out = handed.to.step(handed, queries, rows, **options)
-        out = out[:, None] if asked == 1 else out
+        out = out.unsqueeze(1) if asked == 1 else out
         out = out.to(query.dtype)
         out = out if heads is None else heads.values(out)
-        return without_gradient(out, query, key, value)
+        return without_gradient(out, query, key, value) if torch.is_grad_enabled() else out
     if not handed.appended:
         rows = rows if padding is None else (padding.pack(rows[0]), padding.pack(rows[1]))
         handed.seen = _seen(handed, *rows)
@@ -296,22 +297,11 @@ def _seen(
     return keys, values, [past + new for past in past_lens]
 
 
-def _variant_of(options: dict[str, Any]) -> AttentionVariant | None:
-    """What a layer changes in attention, from what it gives its attention function."""
-    cap, sinks = options.get("softcap"), options.get("s_aux")
-    if cap is None and sinks is None:
-        return None
-    return AttentionVariant(cap, None if sinks is None else sinks.detach().float())
-
-
 def _whole_mask(
-    handed: Handed, attention_mask: torch.Tensor | None, asked: int
+    whole: torch.Tensor | None, mask: torch.Tensor | None, asked: int
 ) -> torch.Tensor | None:
     """The mask that the first attention got, where a layer that shares keys got its last rows."""
-    mask, whole = attention_mask, handed.mask
-    if not handed.appended:
-        handed.mask = mask
-    elif mask is not None and whole is not None and not hasattr(mask, "kvquant_mask"):
+    if mask is not None and whole is not None and not hasattr(mask, "kvquant_mask"):
         is_part = mask.shape[2:] == (asked, whole.shape[3])
         before = (whole.shape[2] - asked) * whole.stride(2) * whole.element_size()
         if is_part and mask.data_ptr() == whole.data_ptr() + before:
@@ -322,8 +312,6 @@ def _whole_mask(
 def _check_window(handed: Handed, window: int | None, option: int | None, name: str) -> None:
     """Raise unless a layer of the cache sees what the model's does."""
     at = handed.kv.layers[handed.at]
-    if at.window == window and option in (None, window):
-        return
     given = [w for w in (at.window, window, option) if w is not None]
     if handed.to.columns > min(given):
         wanted, has = (f"the last {w} tokens" if w else "all tokens" for w in (window, at.window))

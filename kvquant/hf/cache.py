@@ -419,7 +419,10 @@ class QuantizedCache(NoShallowCopy, Cache):
             if is_traced:
                 self.call.check_ready()
             else:
-                self._begin_layer(layer, at, keys.shape[2])
+                if not self._dequantizes:
+                    running.note(self)
+                if not self.call.is_next(at):
+                    self._begin_layer(layer, at, keys.shape[2])
             if not at:
                 self._make_room(keys)
         except (ShapeError, UnsupportedModelError):
@@ -438,8 +441,6 @@ class QuantizedCache(NoShallowCopy, Cache):
 
     def _begin_layer(self, layer: int, at: int | None, columns: int) -> None:
         """Raise unless it is a layer's turn; the first one begins a call that made no masks."""
-        if not self._dequantizes:
-            running.note(self)
         self.call.check_attended()
         if self.call.comes_first(at, self.num_places):
             self._begin(columns, was_asked=False)
@@ -454,8 +455,11 @@ class QuantizedCache(NoShallowCopy, Cache):
         kv = handed.kv
         if isinstance(kv, LatentKVCache):
             check_latents(handed.layer, keys, values, kv.formats[handed.at])
-        exact = EXACT_DTYPES[kv.exact_format]
-        keys, values = _rounded(keys, exact), _rounded(values, exact)
+        exact, is_read = EXACT_DTYPES[kv.exact_format], self._dequantizes or handed.is_traced
+        if keys.shape[2] > 1 or is_read or not kv.layers[handed.at].rounds_first:
+            keys, values = _rounded(keys, exact), _rounded(values, exact)
+        else:  # a token, of which only rows are read
+            keys, values = keys.view_as(keys), values.view_as(values)
         if self._dequantizes:
             if not handed.at:
                 check_goes_on(self)
@@ -798,9 +802,8 @@ class QuantizedCache(NoShallowCopy, Cache):
         if handed.is_traced:
             self.call.append_in_graph(handed.at, self.num_places)
             return
-        self.call.append(self.num_places)
-        self._mark()
-        if self.call.is_complete:
+        if self.call.append(len(self.layers_held.places)):
+            self._mark()
             self.has_empty = self._past_and_call.has_empty
 
     def take_latents(self, layer: Any) -> Handed | None:

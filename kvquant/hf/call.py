@@ -79,6 +79,10 @@ class Call:
             self._state, self.due, self.was_asked = BEGUN, 0, was_asked
             self.padding = None
 
+    def is_next(self, at: int | None) -> bool:
+        """Whether a call waits for this place, and nothing is to be begun or refused."""
+        return at == self.due and self._state == APPENDED and self._layer is None
+
     def check_turn(self, layer: int, at: int | None, places: int) -> None:
         """Raise unless a layer may hand over its tokens: its turn, and the layer before has
         attended."""
@@ -118,11 +122,13 @@ class Call:
                 "that is over: attend once in a call (without gradient checkpointing)"
             )
 
-    def append(self, places: int) -> None:
-        """Append a layer's tokens: the next layer is due."""
+    def append(self, places: int) -> bool:
+        """Append a layer's tokens: the next layer is due. Returns whether the call is complete."""
         self._layer, self._state, self.due = None, APPENDED, self.due + 1
-        if self.due == places:
-            self._state, self.has_run = COMPLETE, True
+        if self.due < places:
+            return False
+        self._state, self.has_run = COMPLETE, True
+        return True
 
     def append_in_graph(self, at: int, places: int) -> None:
         """As append, in a graph: one token of each sequence."""

@@ -73,7 +73,7 @@ def _with_mark(mask: torch.Tensor, mark: MaskMark) -> _Mask:
     return marked
 
 
-def window_of(attention_mask: torch.Tensor | None, name: str, columns: int) -> int | None:
+def window_of(attention_mask: torch.Tensor | None, name: str, cache: QuantizedCache) -> int | None:
     """The window of a layer's mask, or None; UnsupportedModelError if a KVCache cannot compute
     it."""
     if attention_mask is None:
@@ -85,7 +85,7 @@ def window_of(attention_mask: torch.Tensor | None, name: str, columns: int) -> i
         )
     if mark.problem is not None:
         raise UnsupportedModelError(f"{name} {mark.problem}. {DEQUANTIZE}")
-    if mark.chunk is not None and columns > mark.chunk:
+    if mark.chunk is not None and cache.columns > mark.chunk:
         raise UnsupportedModelError(
             f"{name} attends to chunks of {mark.chunk} tokens: KVCache has sliding windows only"
         )

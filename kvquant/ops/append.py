@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,9 +27,6 @@ from .append_checks import check_apart, check_append, check_call, check_new, che
 from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from .rows_at import put, take
-
-if TYPE_CHECKING:
-    from ..kernels.cuda.runtime.launch import Launch
 
 TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
 
@@ -201,16 +198,21 @@ def write_rows(
     return None
 
 
-def bind_append(call: AppendCall, *, placed: bool = False) -> Launch | None:
-    """Bind an append of write_rows to its tensors; None unless it took exactly one launch."""
+def bind_append(call: AppendCall, place: Any = None) -> tuple[Any, Any] | None:
+    """Bind an append of write_rows to its tensors; None unless it took exactly one launch.
+
+    place: of bind_place; None for slots that are there. Returns place and the append. On the CPU
+    this does both, and can check new rows: None and it.
+    """
     if torch.compiler.is_compiling():
         return None
     if kernels_for(call.k.x, None) == "cpu":
-        bound: Launch | None = _cpu().bind_append(call)
-        return bound
+        write = _cpu().bind_append(call, place)
+        return None if write is None else (None, write)
     from ..kernels.cuda.append.launch import bind_append
 
-    return bind_append(call, overlaps=placed)
+    launch = bind_append(call, overlaps=place is not None)
+    return None if launch is None else (place, launch)
 
 
 @functools.cache

@@ -326,7 +326,8 @@ class StepBatch(NotCopied):
             (self._in_graphs if is_fixed else self._appended).add(layer)
             as_given = call.k.x is k and call.v.x is v
             if rope is None and as_given and k.shape[0] <= self.max_batch:
-                self._bound[layer].keep(kind_of(k, v), bind_append(call))
+                found = bind_append(call)
+                self._bound[layer].keep(kind_of(k, v), found and found[1])
         return multiplied
 
     def _reads_once(self, fixed: bool) -> bool:

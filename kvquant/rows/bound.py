@@ -16,11 +16,12 @@ MOST_KINDS = 16  # of calls whose launches an owner remembers
 class Bound(dict[Hashable, Any]):
     """An owner's bound launches by the kind of the new tensors in a call; a copy begins empty."""
 
-    def find(self, *new: Any) -> Any:
+    def find(self, *new: Any, options: Hashable = None) -> Any:
         """What was kept for tensors of this kind; None in traces, graphs, or if values are read."""
         if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None
-        found = self.get(kind_of(*new))
+        kind = kind_of(*new)
+        found = self.get(kind if options is None else (kind, options))
         if found is None or (new[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         return found
@@ -40,19 +41,11 @@ class Bound(dict[Hashable, Any]):
 def kind_of(*new: Any) -> Hashable:
     """What a call depends on in its new tensors; None if they are no tensors."""
     try:
-        return tuple(
-            [
-                (
-                    type(x),
-                    x.shape,
-                    x.is_contiguous() or x.stride(),
-                    x.dtype,
-                    x.device,
-                    x.data_ptr() % ALIGNMENT,
-                    x.is_neg(),
-                )
-                for x in new
-            ]
-        )
+        kind: tuple[Hashable, ...] = ()
+        for x in new:
+            strides = x.is_contiguous() or x.stride()
+            place = x.dtype, x.device, x.data_ptr() % ALIGNMENT, x.is_neg()
+            kind += type(x), x.shape, strides, *place
+        return kind
     except (AttributeError, TypeError, RuntimeError):  # of torch: their values lie nowhere
         return None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from entered import calls_of
 from fake_cuda import STREAM, FakeDriver, arguments_of, install_for_caches
 from paged_cases import DIM as PAGED_DIM
 from paged_cases import begin, extend, new_rows
@@ -24,14 +23,11 @@ from slow_cases import mark_slow
 from small_caches import BATCH, DIM, HEADS, assert_same, make, tokens
 from torch_operations import Operations
 
-import kvquant
 from kvquant import debug
 from kvquant.cache.checks import check_options
 from kvquant.cache.layer import LayerCache
 from kvquant.errors import ConfigError, DeviceError, ShapeError
-from kvquant.kernels.cpu import parallel
-from kvquant.kernels.cpu.append import make_append_kernel
-from kvquant.kernels.cpu.parallel import _run
+from kvquant.kernels.cpu import append
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.slots.launch import SlotSpec
@@ -79,7 +75,7 @@ def counted(at: LayerCache) -> Iterator[list[bool]]:
         found.append(launches is not None)
         return launches
 
-    at.bound.find = note  # type: ignore[method-assign]
+    at.bound.find = note  # type: ignore[method-assign, assignment]
     yield found
     del at.bound.find
 
@@ -259,38 +255,24 @@ def test_a_step_that_was_taken_before_is_three_launches(cuda: FakeDriver) -> Non
     cache.step(0, q[:, :HEADS], k, v)
     cache.step(0, q, k, v, variant=AttentionVariant(soft_cap=30.0))
     assert len(calls) == 3
-    cache.step(0, q, k, v, sm_scale=0.5)
-    assert len(calls) == 3
+    for _ in range(2):  # the options of a step are looked at once, too
+        cache.step(0, q, k, v, sm_scale=0.5)
+        assert len(calls) == 4
     for options in ({"return_lse": 1}, {"sm_scale": math.inf}, {"num_splits": 0}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))} (is )?"):
             cache.step(0, q, k, v, **options)
-    assert at.longest == 6 and len(cuda.launched) == 12
+    assert at.longest == 7 and len(cuda.launched) == 15
 
 
 # Functions of kvquant that a warm call on the CPU enters
 
 
-def calls_of(call: Callable[[], object]) -> int:
-    count, ours = 0, str(Path(kvquant.__file__).parent)
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(ours)
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def test_a_warm_call_on_the_cpu_enters_few_functions() -> None:
     cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
     for most, call in (
-        (36, partial(cache.append, 0, k, v)),
-        (22, partial(cache.attend, 0, q)),
-        (52, partial(cache.step, 0, q, k, v)),
+        (14, partial(cache.append, 0, k, v)),
+        (18, partial(cache.attend, 0, q)),
+        (20, partial(cache.step, 0, q, k, v)),
     ):
         call()
         call()  # the first time that there are packed rows, say, a kernel is compiled
@@ -302,7 +284,7 @@ def test_a_warm_call_on_the_cpu_enters_few_functions() -> None:
         with batch.extend(["a", "b"]):
             for layer in range(batch.cache.num_layers):
                 count = calls_of(partial(batch.step, layer, q, *new_rows(2)))
-                assert count <= 48 or not warm
+                assert count <= 38 or not warm
 
 
 # A paged cache
@@ -421,7 +403,7 @@ def test_an_interrupted_append_leaves_no_tokens(
             one.append(0, *tokens(1))
     new, longest = tokens(1), cache.layers[0].longest
     with monkeypatch.context() as patched:
-        patched.setattr(parallel, "run", interrupted)
+        patched.setattr(append, "_append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.append(0, *new)
     at, expected = cache.layers[0], other.layers[0]
@@ -431,11 +413,9 @@ def test_an_interrupted_append_leaves_no_tokens(
     assert_same(cache, other)
 
 
-def interrupted(kernel: int, arguments: Any, items: int, *, parallel: bool = True) -> None:
-    """As run, until rows are to be written."""
-    if kernel == make_append_kernel():
-        raise KeyboardInterrupt
-    _run(kernel, arguments, items)
+def interrupted(*_: Any) -> bool:
+    """Before rows are written."""
+    raise KeyboardInterrupt
 
 
 def test_scales_that_cuda_refuses_are_refused_before_a_step_appends() -> None:

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from kvquant import KVCache, debug
 from kvquant.cache import contiguous, latent
 from kvquant.cache import layer as layers
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.kernels.cpu.decode import Work
 
 transformers = pytest.importorskip("transformers")
+from entered import calls_of  # noqa: E402
 from hf_cases import (  # noqa: E402
     FAMILIES,
     FP16,
@@ -37,7 +40,7 @@ from torch_operations import Operations  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 
 from kvquant.hf import attention as hf_attention  # noqa: E402
-from kvquant.hf import handed, masks  # noqa: E402
+from kvquant.hf import masks  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
@@ -47,6 +50,22 @@ BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 @pytest.fixture(scope="module", params=["Llama", "Qwen2"])
 def model(request: pytest.FixtureRequest) -> CachedModel:
     return tiny(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_step_on_the_cpu_enters_few_functions_in_each_layer(dtype: torch.dtype) -> None:
+    """Those of four layers, so that what a step does once does not count."""
+    found, text = [], tokens(1, 20)
+    for count in (2, 6):
+        model = by_kvquant(tiny("Llama", num_hidden_layers=count)).model.to(dtype)
+        cache = QuantizedCache(model)
+        step = partial(model, text[:, -1:], **caching(cache))
+        model(text, **caching(cache))
+        step()
+        step()  # the first one binds what later ones launch
+        found.append(calls_of(step))
+    assert found[1] - found[0] <= 4 * 34
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Persimmon"])  # tells attention its positions, or not
@@ -278,8 +297,8 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
 ) -> None:
     is_latent = kind == "DeepseekV3"
     model, text = by_kvquant(tiny(kind, **LATENT_SIZES if is_latent else {})), tokens(2, 20)
-    home, name = (latent, "attend_latents") if is_latent else (contiguous, "attend")
-    attend = getattr(home, name)
+    first: Any = (latent, "attend_latents") if is_latent else (contiguous, "attend")
+    again: Any = first if is_latent else (Work, "__call__")  # which is bound to the layer
     cache, wanted = (QuantizedCache(model.model, **options) for _ in range(2))
     model.model(text[:, :9], **caching(cache))
     model.model(text[:, :9], **caching(wanted))
@@ -291,7 +310,9 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
             raise MemoryError
         return attend(*args, **rest)
 
-    for new in (1, 11):  # 11: drafted ones, or a chunk, which attends before it is appended
+    # 11: drafted ones, or a chunk, which attends before it is appended
+    for new, (home, name) in ((1, first), (11, again)):
+        attend = getattr(home, name)
         monkeypatch.setattr(home, name, fail)
         with pytest.raises(MemoryError):
             model.model(text[:, 9:10], **caching(cache))
@@ -512,12 +533,10 @@ def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> N
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:
-    mark = handed.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
     whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
-    mark.mask, mark.appended = whole, True
-    assert hf_attention._whole_mask(mark, whole[:, :, -3:], 3) is whole
+    assert hf_attention._whole_mask(whole, whole[:, :, -3:], 3) is whole
     for part in (whole[:, :, :3], whole[:, :, -3:-1], whole[:, :, -3:].clone(), whole[..., :9]):
-        assert hf_attention._whole_mask(mark, part, part.shape[2]) is part
+        assert hf_attention._whole_mask(whole, part, part.shape[2]) is part
 
 
 CAPS: dict[str, dict[str, Any]] = {

@@ -240,7 +240,7 @@ def test_functions_called_from_python_are_kept_too(folder: Path) -> None:
         return a + b
 
     for _ in range(2):
-        assert compiling.compiled()(add)(1, 2) == 3
+        assert compiling.compiled(add)(1, 2) == 3
     (path,) = folder.iterdir()
     assert path.name.startswith("add-")
 

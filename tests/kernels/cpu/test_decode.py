@@ -40,7 +40,6 @@ from kvquant import (
     reference_attention,
 )
 from kvquant.kernels.cpu import decode
-from kvquant.kernels.cpu.parallel import run
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 
@@ -234,7 +233,7 @@ def test_any_number_of_query_heads_costs_little_more_than_its_own() -> None:
     segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)
     for ratio in (*range(1, 18), 31, 34, 37, 67, 71, 72, 73, 127):
         heads = decode.heads_of_block(ratio)
-        items = decode.Work(torch.zeros(1, ratio, 64), [segment], 1.0, 1).units
+        items = decode.Work(torch.zeros(1, ratio, 64), [segment], 1.0, 1)._facts[0]
         assert heads <= decode.MAX_HEADS and heads * items < ratio + items
         assert items == -(-ratio // decode.MAX_HEADS)
 
@@ -250,16 +249,18 @@ def test_several_queries_share_the_rows(
     """As many work items as if they were heads of one query; over the size for threads."""
     items: list[int] = []
 
-    def note(kernel: int, arguments: Any, count: int, *, parallel: bool = True) -> None:
-        items.append(count)
-        run(kernel, arguments, count, parallel=parallel)
+    attend = decode._attend
+
+    def note(segments: Any, facts: Any, *given: int) -> int:
+        items.append(facts[0] * facts[1])
+        return int(attend(segments, facts, *given))
 
     counts, queries = (1500, 5, 0, 300), (q_len, q_len, 1, 1)
     arguments = q, k_rows, v_rows, _ = call_of(counts, 2 * ratio, q_len=q_len)
     for num_splits in (1, 3, 40):
         options: dict[str, Any] = {**BOTH, "q_lens": lens(*queries), "num_splits": num_splits}
         with monkeypatch.context() as patch:
-            patch.setattr(decode, "run", note)
+            patch.setattr(decode, "_attend", note)
             out, lse = check(*arguments, **options)
         blocks = -(-ratio * q_len // decode.MAX_HEADS)
         assert items.pop(0) == 4 * 2 * blocks * num_splits

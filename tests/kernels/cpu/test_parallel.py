@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+import threading
+from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 import torch
 
 from kvquant import RowFormat, decode_attention, quantize_rows
 from kvquant.kernels.cpu import parallel
+from kvquant.kernels.cpu.compile import compile_kernel
+from kvquant.kernels.cpu.simd import argument, store_int
 
 FORMAT = RowFormat.parse("int4-g4", 128)
 
@@ -36,27 +38,26 @@ def test_a_forked_child_goes_on_and_gives_the_same() -> None:
     assert status == 0, f"the child ended with status {status}"
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_callers_number_of_threads_stays(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba's is for the caller's own functions, torch's is what kernels take."""
-    if numba.config.NUMBA_NUM_THREADS < 2:
-        pytest.skip("numba has one thread")
-    used = []
+def test_work_is_shared_by_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runtimes of OpenMP in a process wait on the same cores, and each delays the other."""
 
-    def run_parallel(kernel: int, arguments: object, items: int, threads: int) -> None:
-        used.append((numba.get_num_threads(), threads))
-        if fails:
-            raise KeyboardInterrupt
+    def note(args, item):  # type: ignore[no-untyped-def]
+        store_int(argument(args, 0) + 8 * item, item + 1)
 
-    monkeypatch.setattr(parallel, "_run_parallel", run_parallel)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(parallel, "_has_run_parallel", False)
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
+    items, kernel = 1000, compile_kernel(note)
+    before, mine = torch.get_num_threads(), threading.get_native_id()
+    tasks = Path("/proc/self/task")
+    torch.set_num_threads(3)
     try:
-        with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
-            parallel.run(0, np.zeros(1, np.int64), 9)
-        assert used == [(2, 2)]
-        assert numba.get_num_threads() == 1
+        torch.ones(1 << 18).add(1)  # torch has its threads now
+        others = {*os.listdir(tasks)}
+        for _ in range(3):
+            found = np.zeros(items, np.int64)
+            parallel.run(kernel, np.array([found.ctypes.data]), items)
+            assert (found == np.arange(1, items + 1)).all()
+        assert {*os.listdir(tasks)} == others and str(mine) in others
+        assert parallel.team()[:1] == (3,) and parallel.team()[1] != parallel.ALONE
+        monkeypatch.setattr(parallel, "_forks", [1])
+        assert parallel.team() == (3, parallel.ALONE, 0)
     finally:
-        numba.set_num_threads(before)
+        torch.set_num_threads(before)
