@@ -5,9 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
+import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -319,6 +324,26 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
     assert cubin.report.stack_bytes <= (8 if (text, arch) in SPILLED else 0)
     is_apart = (spec.teams, spec.stages, spec.blocks) == (*APART, 1) and not spec.causal
     assert cubin.report.registers <= (APART_REGISTERS if is_apart and arch == "sm_90" else 255)
+
+
+@pytest.mark.slow
+@needs_numba_cuda
+@pytest.mark.skipif(shutil.which("nvdisasm") is None, reason="put CUDA's nvdisasm on the PATH")
+@pytest.mark.parametrize("text", ["int4-g8+int8-g4", "int4-g8+int8-g4 causal wide", "int8-g4"])
+def test_instructions_of_a_tile(text: str, tmp_path: Path) -> None:
+    """Of a warp: without the mask and larger references, which most tiles jump over."""
+    spec = fitted(text, "sm_90")
+    (tmp_path / "cubin").write_bytes(compile_spec(spec, "sm_90").code)
+    command = "nvdisasm", "-c", str(tmp_path / "cubin")
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    loops = re.finditer(r"^(\.L\w+):$.*?BRA `\(\1\)", code, re.M | re.S)
+    tile = max((loop[0] for loop in loops), key=len)
+    tile = re.sub(r"(BRA `\((\.L\w+)\))(?:(?!LDGSTS).)*?^\2:", r"\1", tile, flags=re.M | re.S)
+    names = Counter(re.findall(r"\*/\s+(?:@\S+ )?([A-Z]\w+)", tile))
+    print(f"{text:34} {names.total()} {names.most_common(12)}")
+    shifts = 2 + 2 * bool(spec.rope.header_bytes) + 2  # of both parts' scores, of V
+    latents = 8 * spec.latent_steps  # a half K, a half V
+    assert names["HMMA"] == spec.blocks * (latents + spec.rope_steps + shifts)
 
 
 # Launches
