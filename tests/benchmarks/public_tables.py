@@ -33,7 +33,7 @@ OWN = {
     "plan int4-g4": "plan, `int4-g4`",
     "plan, bits of int4": "plan by layer, bits of `int4`",
     "plan, bits of int3": "plan by layer, bits of `int3`",
-    "plan, bits of int3 and int2": "plan by layer, between",
+    "plan, bits of int3 and int2": "plan by layer, between `int3` and `int2`",
     "int8": "`int8`",
     "int4-g4": "`int4-g4`, no plan",
 }
