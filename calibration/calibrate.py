@@ -119,7 +119,10 @@ class _Rows:
         """Formats below 4 bits, for a choice by a text, or a budget that needs them."""
         least = self.bits(BASE_FORMAT, BASE_FORMAT)
         needed = self.left is not None and self.left < least - 1e-9
-        return FEW_BITS if not self.are_latent and (self.are_chosen or needed) else ()
+        if self.are_latent or not (self.are_chosen or needed):
+            return ()
+        # GPUs read rows of whole words: not INT3 of 80 and 112 elements
+        return tuple(n for n in FEW_BITS if all(x.row_bytes % 4 == 0 for x in self.pair(n, n)))
 
     @property
     def offered(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -445,7 +448,11 @@ def _decided(
     for side in asked:
         only = {other: start[other] if other == side else exact for other in sides}
         one = Planned(plan.with_layer_formats(only), "one side", *at)
-        alone[side] = max(measure(one).kl, 1e-12)
+        alone[side] = measure(one).kl
+    if plan.facts["settings"]["dtype"] != "float32":  # what 16-bit arithmetic adds to each
+        noise = min(alone.values(), default=0.0)
+        alone = {side: kl - noise for side, kl in alone.items()}
+    alone = {side: max(kl, 1e-12) for side, kl in alone.items()}
     costs = Costs(
         {
             side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
@@ -529,7 +536,8 @@ def _check_goal(model: CachedModel, goal: Goal, layers: CacheLayers, has_text: b
         model.new_cache(1, 1)  # what cannot decode is told now
     elif layers.others:
         return  # the model cannot decode from a KVCache alone
-    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget)
+    are_chosen = goal.format is None and has_text
+    rows = _Rows(*_row_of(layers), model.exact_format, goal.budget, are_chosen=are_chosen)
     rows.check_budget(rows.bits(*(names[0] for names in rows.offered)))
     rows.check_text(has_text)
     # and a format without a kernel

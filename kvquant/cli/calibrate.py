@@ -194,7 +194,7 @@ def _show(plan: Any, places: list[Path], is_auto: bool, json_file: Path | None) 
         click.echo(
             f"Not met: the limit of {limit['max_kl']:g} nats per token. The best plan has a KL of "
             f"{used['kl']:.4g} at {plan.bits:.2f} bits per element. Allow more, "
-            "or keep more tokens in 16 bit (--sink-len, --recent-len)",
+            "or keep more tokens in 16 bit (--sink-len, --recent-len, within --context)",
             err=True,
         )
         sys.exit(NOT_MET)

@@ -88,6 +88,7 @@ class Settings:
             CheckpointError: the file is damaged, or no plan.
         """
         plan, from_rows = _plan_and_prompts(given, KEYS, name)
+        as_chosen = plan  # other formats have no figures
         k_format = given.get("k_format")
         v_format = given.get("v_format")
         if plan is not None:
@@ -107,6 +108,8 @@ class Settings:
                 f'"recent_len" is {recent_len} beside "prompts": "rows", which attend to rows '
                 'alone: leave one of them out, or give "recent_len": 0'
             )
+        if as_chosen is not None and given.get("k_format") is None:
+            _check_window(as_chosen, recent_len)
         accept_loss = given.get("accept_loss", False)
         if type(accept_loss) is not bool:
             raise ConfigError(f'"accept_loss" is {shown(accept_loss)}: give true or false')
@@ -467,6 +470,18 @@ def _accuracy(name: str) -> tuple[int, bool, int]:
     """What the more accurate of two formats has more of: int8 rows are before those of fp8."""
     fmt = RowFormat.parse(name, 128)
     return fmt.bits, fmt.facts.is_integer, fmt.groups
+
+
+def _check_window(plan: CachePlan, recent_len: int) -> None:
+    """Warn if a plan's formats were chosen for caches with more recent tokens in 16 bit."""
+    seen = plan.facts.get("windowed")
+    if seen and len({*plan.formats}) > 1 and recent_len < seen["recent_len"]:
+        log.warning(
+            "kvquant: the formats of this plan were chosen for caches with %d recent tokens in 16 "
+            "bit, and recent_len is %d: KL %.2g nats per token without them. Choose again with "
+            "kvquant calibrate --sink-len 0 --recent-len %d",
+            *(seen["recent_len"], recent_len, plan.facts["measured"]["kl"], recent_len),
+        )
 
 
 def _with_few_pairs(plan: CachePlan) -> CachePlan:

@@ -73,12 +73,12 @@ class Variant(NamedTuple):
     Attributes:
         share: warps of all blocks, as a multiple of those of the usual plan.
         smaller: how many times fewer warps a block has.
-        overlaps: whether the kernel lets the next launch begin.
+        overlapped: whether the kernel lets the next launch begin.
     """
 
     share: float = 1.0
     smaller: int = 1
-    overlaps: bool = True
+    overlapped: bool = True
 
 
 SHARES = 0.5, 0.75, 1.25, 1.5, 2.0
@@ -87,7 +87,7 @@ VARIANTS = {
     "usual": Variant(),
     **{f"splits x {share:g}": Variant(share) for share in SHARES},
     **{f"half the warps x {share:g}": Variant(share, 2) for share in sorted({1.0, *SHARES})},
-    "lets no launch begin": Variant(overlaps=False),
+    "lets no launch begin": Variant(overlapped=False),
 }
 
 
@@ -108,15 +108,15 @@ def plan_variants(shape: str, gpu: GPU) -> dict[str, Planned]:
     tokens = SHAPES[shape][-1]
     found: dict[str, Planned] = {}
     seen = set()
-    for name, (share, smaller, overlaps) in VARIANTS.items():
+    for name, (share, smaller, overlapped) in VARIANTS.items():
         warps = usual.warps // smaller
         wanted = max(round(usual.splits[0] * share * smaller), 1)
         step = TILE * warps
         tiles = -(-tokens // (wanted * step))  # of a warp, in the longest split
         count = -(-tokens // (tiles * step))
-        if (warps, count, overlaps) not in seen:
-            seen.add((warps, count, overlaps))
-            spec = replace(work.spec, warps=warps, stages=usual.stages, overlaps=overlaps)
+        if (warps, count, overlapped) not in seen:
+            seen.add((warps, count, overlapped))
+            spec = replace(work.spec, warps=warps, stages=usual.stages, overlapped=overlapped)
             blocks = work.units * count
             facts: Facts = {"splits": count, "warps": warps, "blocks": blocks, "tiles": tiles}
             found[name] = Planned(spec, Plan((count,), warps, usual.stages), facts)
@@ -152,7 +152,7 @@ def following(one: Planned) -> Iterator[None]:
 
     def describe_changed(*args: Any, **options: Any) -> launch.Work:
         work = describe(*args, **options)
-        return replace(work, spec=replace(work.spec, overlaps=one.spec.overlaps))
+        return replace(work, spec=replace(work.spec, overlapped=one.spec.overlapped))
 
     with (
         mock.patch.object(launch, "describe", describe_changed),

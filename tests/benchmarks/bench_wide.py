@@ -59,7 +59,7 @@ def calls_by(
     for one, other in zip(*both, strict=True):
         q = torch.randn(batch, q_len, heads, 128, device=device).bfloat16()
         (recent,) = other.segments
-        starts = torch.arange(5, 5 + batch, dtype=torch.int32, device=device)
+        starts = torch.arange(5, 5 + batch, device=device).int() % (WINDOW - SINKS)
         segments = [*one.segments, recent._replace(starts=starts, sinks=SINKS)]
         segments = segments[: 1 if name == "packed" else 2]
         calls.append(AttentionCall(q[:, 0] if q_len == 1 else q, segments))

@@ -467,6 +467,8 @@ def measure_humaneval(
 
 def measure_chains(subject: Subject, rows: Rows, amount: Amount, with_peers: bool) -> None:
     """Rows of right totals: sums of a list, written out number by number, greedily."""
+    if amount.new_tokens < 24 * amount.steps:  # digits are tokens
+        raise ConfigError(f"{amount.steps} sums need --new-tokens {24 * amount.steps} or more")
     drawn, prompts, totals = random.Random(SEED), [], []
     for _ in range(amount.problems):
         numbers = [drawn.randint(1, 99) for _ in range(amount.steps)]

@@ -16,7 +16,8 @@ measured and the date:
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
     h200-ablated                            tests/benchmarks/bench_ablated.py
-    h200-windows                            tests/benchmarks/bench_wide.py
+    h200-windows                            tests/benchmarks/bench_wide.py. Of the 512 sequences
+                                            those from 123 on read other 16-bit tokens, as many
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
     h200-peers, h200-int4-peers             tests/benchmarks/peers.py, with --project kvquant,
@@ -27,6 +28,8 @@ measured and the date:
                                             kernels are those of the commit, byte for byte
     h200-evaluate                           tests/benchmarks/bench_evaluate.py, interrupted once
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
+    cpu-step                                tests/benchmarks/bench_cpu_step.py, on the machine of
+                                            zen4-decode, with other tests stopped
     h200-coder-step                         bench_model.py --model, ended after its first case, with
                                             other jobs on the other GPU. We kept the 12 longest
                                             kernels
@@ -201,6 +204,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/cache/README.md": [settings(), tabled("ranks"), tabled("ranks of a model")],
         "kvquant/hf/README.md": [
             *(probed(), said("steps"), tabled("steps"), said("coder step"), said("captured step")),
+            cpu_steps(),
             *(said("latent steps"), tabled("latent steps")),
         ],
         "kvquant/lmcache/README.md": [DEFAULT_ROOM],
@@ -463,6 +467,16 @@ def with_window() -> list[str]:
         f"reads at {peaks} of the peak, {told} times as fast as torch",
         f"add {100 * min(more):.0f} to {100 * max(more):.0f} %",
     ]
+
+
+def cpu_steps() -> str:
+    """How many times as fast a step of SmolLM2 is on a CPU, by dtype and tokens."""
+    steps = read("cpu-step")["steps"]
+    told = {
+        dtype: ", ".join(f"{one['times']:.2f}" for one in steps if one["dtype"] == dtype)
+        for dtype in ("float32", "bfloat16")
+    }
+    return f"{told['float32']} times as fast in float32, {told['bfloat16']} in bfloat16"
 
 
 def ragged_queries() -> str:

@@ -17,7 +17,7 @@ from tiny_models import tiny_model  # noqa: E402
 from kvquant.calibration import basis_search  # noqa: E402
 from kvquant.calibration import calibrate as calibrating  # noqa: E402
 from kvquant.calibration.basis_search import choose  # noqa: E402
-from kvquant.calibration.calibrate import Goal, calibrate, observe  # noqa: E402
+from kvquant.calibration.calibrate import Goal, _Rows, calibrate, observe  # noqa: E402
 from kvquant.calibration.report import notes, sections  # noqa: E402
 from kvquant.calibration.verdict import verdict  # noqa: E402
 from kvquant.calibration.windows import Sizes, observed_windows, random_tokens, spread  # noqa: E402
@@ -165,6 +165,13 @@ def test_formats_that_the_cache_has_no_kernel_for_are_refused_before_work(
     monkeypatch.setattr(model, "observe", None)
     with pytest.raises(UnsupportedError, match=r"no CUDA kernel: int[23], int[23]"):
         calibrate(model, random_tokens(model.config_dict, 600), sizes=SIZES, goal=goal)
+
+
+@pytest.mark.parametrize(("dim", "few"), [(80, {"int2"}), (128, {"int2", "int3"})])
+def test_rows_that_gpus_do_not_read_are_not_chosen(dim: int, few: set[str]) -> None:
+    """INT3 of 80 elements takes 34 bytes."""
+    rows = _Rows(dim, dim, False, "bf16", 6.0, are_chosen=True)
+    assert {*rows.offered[0]} & {"int2", "int3"} == {*rows.compared} & {"int2", "int3"} == few
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from example_plan import example_plan
 
-from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows
+from kvquant import CachePlan, ConfigError, ShapeError, UnsupportedError, append_rows
 from kvquant.engine.settings import LatentSettings, Settings, rank_heads, tell_settings
 
 
@@ -241,3 +241,17 @@ def test_heads_are_shared_out_as_vllm_does() -> None:
     assert [rank_heads(8, rank, 4) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [rank_heads(2, rank, 4) for rank in range(4)] == [[0], [0], [1], [1]]
     assert rank_heads(3, 0, 1) == [0, 1, 2]
+
+
+def test_a_plan_whose_formats_were_chosen_for_a_window_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = example_plan()
+    seen = made.facts["measured"] | {"sink_len": 4, "recent_len": 128, "bits": 5.0}
+    plan = CachePlan({**made.facts, "windowed": seen}, made.tensors)
+    for given in ({"recent_len": 128}, {"k_format": "int4", "v_format": "int4"}):
+        Settings.parse({"plan": plan, **given})
+        assert not caplog.records
+    Settings.parse({"plan": plan, "recent_len": 64})
+    (told,) = caplog.messages
+    assert "128 recent tokens in 16 bit, and recent_len is 64: KL 0.0066" in told
