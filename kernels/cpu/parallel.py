@@ -15,6 +15,8 @@ import numba
 import numpy as np
 import torch
 
+from kvquant.errors import warn
+
 from .compile import compile_kernel, compiled
 from .simd import argument, call_kernel, call_team, next_item, stack_floats, store_int
 
@@ -42,6 +44,8 @@ def team() -> tuple[int, int, int]:
 def _find_team() -> tuple[int, int]:
     libraries = map(ctypes.CDLL, (None, torch._C.__file__))  # torch takes a preloaded one first
     found = next((one.GOMP_parallel for one in libraries if hasattr(one, "GOMP_parallel")), 0)
+    if not found:
+        warn("this torch has no GOMP_parallel: kvquant's CPU kernels run in one thread")
 
     def work(job, _):
         item = next_item(job + 24)

@@ -61,3 +61,9 @@ def test_work_is_shared_by_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch)
         assert parallel.team() == (3, parallel.ALONE, 0)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_torch_without_openmp_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    with pytest.warns(RuntimeWarning, match="no GOMP_parallel: kvquant's CPU kernels run in one"):
+        assert parallel._find_team.__wrapped__()[0] == parallel.ALONE
