@@ -58,6 +58,7 @@ ROPE_CANDIDATES = {64: ("int8-g4",), 32: ()}
 LATENT_FORMAT = "int4-g8"
 LATENT_COMPARED = ("int4-g4", "int4-g8", "int4-g8+int8-g4", "int8-g4", "fp8-g4")
 WINDOW = 4, 128  # sink_len and recent_len of caches by default
+NOISE = 2e-4  # of a KL in bfloat16, nats per token
 ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
 
@@ -448,14 +449,15 @@ def _decided(
     for side in asked:
         only = {other: start[other] if other == side else exact for other in sides}
         one = Planned(plan.with_layer_formats(only), "one side", *at)
-        alone[side] = measure(one).kl
-    if plan.facts["settings"]["dtype"] != "float32":  # what 16-bit arithmetic adds to each
-        noise = min(alone.values(), default=0.0)
-        alone = {side: kl - noise for side, kl in alone.items()}
-    alone = {side: max(kl, 1e-12) for side, kl in alone.items()}
+        alone[side] = max(measure(one).kl, 1e-12)
+    # what 16-bit arithmetic adds to each
+    noise = 0.0 if plan.facts["settings"]["dtype"] == "float32" else NOISE
+    noise = min([noise, *alone.values()])
     costs = Costs(
         {
-            side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
+            side: _costs(
+                chosen[side[0]][side[1]], max(alone[side] - noise, 1e-12), start[side], formats
+            )
             for side in asked
         },
         bits={name: formats[name][0].bits_per_element for name in of_k},

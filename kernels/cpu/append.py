@@ -99,6 +99,7 @@ class Append:
         self._stay = {at: one for at, one in stay.items() if one is not None}
         self._tensors, self._addresses = [*self._stay.values()], list[int]()
         self._kernels = make_append_kernel(), make_place_kernel() if placing else 0
+        self.is_small = items < 2  # else all threads write, and one would try the rows
 
     def at(self, addresses: Sequence[int], overflow: int = 0, *, checks: bool = False) -> bool:
         """Find the slots, if a launch that does is bound as well, and write rows.

@@ -488,9 +488,14 @@ class LayerCache:
                 overflow = overflow_tokens.data_ptr()
                 new = bad_rows.data_ptr(), address(k, self.sides[0]), address(v, self.sides[1])
                 if place is None:
-                    if not write.at(new, overflow, checks=True):
-                        self._check_values(k, v, None)
-                        write.at(new, overflow)
+                    try:
+                        if not (write.is_small and write.at(new, overflow, checks=True)):
+                            self._check_values(k, v, None)
+                            write.at(new, overflow)
+                    except BaseException:  # an interrupt comes when all is written
+                        if int(self.seq_lens.max()) > self.longest:
+                            self._take_back(room)
+                        raise
                 else:
                     place.at((overflow,))
                     try:

@@ -474,8 +474,9 @@ def _accuracy(name: str) -> tuple[int, bool, int]:
 
 def _check_window(plan: CachePlan, recent_len: int) -> None:
     """Warn if a plan's formats were chosen for caches with more recent tokens in 16 bit."""
-    seen = plan.facts.get("windowed")
-    if seen and len({*plan.formats}) > 1 and recent_len < seen["recent_len"]:
+    seen, limit = plan.facts.get("windowed"), plan.facts["limit"]
+    are_chosen = (limit["max_kl"], limit["budget"]) != (None, None)
+    if seen and are_chosen and recent_len < seen["recent_len"]:
         log.warning(
             "kvquant: the formats of this plan were chosen for caches with %d recent tokens in 16 "
             "bit, and recent_len is %d: KL %.2g nats per token without them. Choose again with "

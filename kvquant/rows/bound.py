@@ -21,7 +21,10 @@ class Bound(dict[Hashable, Any]):
         if not self or debug.enabled or torch.compiler.is_dynamo_compiling():
             return None
         kind = kind_of(*new)
-        found = self.get(kind if options is None else (kind, options))
+        try:
+            found = self.get(kind if options is None else (kind, options))
+        except TypeError:  # an option is a list, which its check refuses
+            return None
         if found is None or (new[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         return found

@@ -392,16 +392,27 @@ def test_bound_appends_keep_no_new_rows() -> None:
     assert cache.layers[0].bound and not any(one() is not None for one in kept)
 
 
+@pytest.mark.parametrize("when", ["before", "behind"])
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_an_interrupted_append_leaves_no_tokens(
-    is_warm: bool, monkeypatch: pytest.MonkeyPatch
+    is_warm: bool, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Python raises what came during compiled code behind it."""
+    if when == "behind" and not is_warm:
+        pytest.skip("a first append places tokens by itself")
     cache, other = make(), make()
     for one in (cache, other):
         for _ in range(3 * is_warm):
             torch.manual_seed(len(one.layers))
             one.append(0, *tokens(1))
     new, longest = tokens(1), cache.layers[0].longest
+    written = append._append
+
+    def interrupted(*given: Any) -> bool:
+        if when == "behind":
+            written(*given)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched:
         patched.setattr(append, "_append", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -413,9 +424,13 @@ def test_an_interrupted_append_leaves_no_tokens(
     assert_same(cache, other)
 
 
-def interrupted(*_: Any) -> bool:
-    """Before rows are written."""
-    raise KeyboardInterrupt
+def test_an_option_of_no_kind_is_refused_behind_bound_steps() -> None:
+    cache, (k, v), q = make(), tokens(1), torch.zeros(BATCH, 2 * HEADS, DIM).bfloat16()
+    for _ in range(2):
+        cache.step(0, q, k, v)
+    with pytest.raises(ConfigError, match="sm_scale"):
+        cache.step(0, q, k, v, sm_scale=[0.1])  # type: ignore[call-overload]
+    assert cache.layers[0].longest == 2
 
 
 def test_scales_that_cuda_refuses_are_refused_before_a_step_appends() -> None:

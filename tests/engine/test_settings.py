@@ -246,12 +246,14 @@ def test_heads_are_shared_out_as_vllm_does() -> None:
 def test_a_plan_whose_formats_were_chosen_for_a_window_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made = example_plan()
+    made = example_plan()  # with a limit
     seen = made.facts["measured"] | {"sink_len": 4, "recent_len": 128, "bits": 5.0}
     plan = CachePlan({**made.facts, "windowed": seen}, made.tensors)
     for given in ({"recent_len": 128}, {"k_format": "int4", "v_format": "int4"}):
         Settings.parse({"plan": plan, **given})
         assert not caplog.records
     Settings.parse({"plan": plan, "recent_len": 64})
+    free = {**plan.facts, "limit": plan.facts["limit"] | {"max_kl": None}}
+    Settings.parse({"plan": CachePlan(free, made.tensors)})  # of one format
     (told,) = caplog.messages
     assert "128 recent tokens in 16 bit, and recent_len is 64: KL 0.0066" in told
