@@ -99,7 +99,7 @@ class Append:
         self._stay = {at: one for at, one in stay.items() if one is not None}
         self._tensors, self._addresses = [*self._stay.values()], list[int]()
         self._kernels = make_append_kernel(), make_place_kernel() if placing else 0
-        self.is_small = items < 2  # else all threads write, and one would try the rows
+        self._is_small = items < 2
 
     def at(self, addresses: Sequence[int], overflow: int = 0, *, checks: bool = False) -> bool:
         """Find the slots, if a launch that does is bound as well, and write rows.
@@ -107,14 +107,17 @@ class Append:
         Args:
             addresses: of bad, which may be 0, and of K and V.
             overflow: as bind_place takes it.
-            checks: do nothing and return False where a row cannot be held.
+            checks: do nothing and return False where a row cannot be held, or where several
+                threads write: rows are tried by one.
         """
+        if checks and not self._is_small:
+            return False
         found = [*map(torch.Tensor.data_ptr, self._tensors)]
         if found != self._addresses:  # torch moves a tensor that another process gets
             for place, tensor in self._stay.items():
                 self._arguments[place] = address(tensor)
             self._addresses = found
-        _, start, work = team() if self._found.size > 2 else (1, ALONE, 0)
+        _, start, work = (1, ALONE, 0) if self._is_small else team()
         given = *self._kernels, *addresses, overflow, checks, start, work
         return bool(_append(self._arguments, self._found, *given))
 

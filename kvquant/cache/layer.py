@@ -489,7 +489,7 @@ class LayerCache:
                 new = bad_rows.data_ptr(), address(k, self.sides[0]), address(v, self.sides[1])
                 if place is None:
                     try:
-                        if not (write.is_small and write.at(new, overflow, checks=True)):
+                        if not write.at(new, overflow, checks=True):
                             self._check_values(k, v, None)
                             write.at(new, overflow)
                     except BaseException:  # an interrupt comes when all is written
