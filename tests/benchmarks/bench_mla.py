@@ -44,12 +44,12 @@ MOST_ERROR = 5e-3  # of outputs of both kernels against each other
 
 def few_heads() -> dict[str, Any]:
     """Lets the launcher take the kernel for few heads."""
-    return {"NARROW": dict.fromkeys(launch.NARROW, 1 << 30)}
+    return {"NARROW": dict.fromkeys(launch.NARROW, 2 * (1 << 30,))}
 
 
 def many_heads(least: int) -> dict[str, Any]:
     """Lets it take the one for many."""
-    return {"NARROW": dict.fromkeys(launch.NARROW, 0), "LEAST": least, "FILLED": 0.0}
+    return {"NARROW": dict.fromkeys(launch.NARROW, (0, 0)), "LEAST": least, "FILLED": 0.0}
 
 
 WAYS = {"few": few_heads(), **{f"many {least}": many_heads(least) for least in LEASTS}}

@@ -1,8 +1,8 @@
 """Microseconds of one layer's decode step on a GPU, append and attend, with every kind of plan.
 
-Run by hand: python tests/benchmarks/bench_step.py. 32 query heads on 8 KV heads, head_dim 128,
-2,048 tokens a sequence, int4-g4 between 4 sinks and 128 recent tokens. Outputs are first compared
-with the reference, in float64. Then, each beside no plan:
+Run by hand: python tests/benchmarks/bench_step.py --json FILE. 32 query heads on 8 KV heads,
+head_dim 128, 2,048 tokens a sequence, int4-g4 between 4 sinks and 128 recent tokens. Outputs are
+first compared with the reference, in float64. Then, each beside no plan:
 
     alone       a CUDA graph of one step, the L2 cache overwritten before each replay
     in a row    a graph of a step in each of 16 layers, whose rows outgrow the L2 cache together
@@ -11,12 +11,14 @@ with the reference, in float64. Then, each beside no plan:
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import click
 import torch
 from measuring import begin, relative_error
 
 from kvquant import KVCache
+from kvquant.cli.console import JSON, write_json
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
@@ -28,9 +30,10 @@ New = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @click.command()
 @click.option("--batch", "batches", multiple=True, default=[8, 64], show_default=True)
 @click.option("--kernels", is_flag=True, help="Print the time of each kernel, too.")
-def main(batches: tuple[int, ...], kernels: bool) -> None:
+@JSON
+def main(batches: tuple[int, ...], kernels: bool, json_file: Path | None) -> None:
     """Print a line per batch and kind of plan."""
-    timer = begin()
+    timer, rows = begin(), []
     print(f"{'microseconds, batch':32}{'alone':>10}{'':8}{'in a row':>10}{'':8}{'error':>10}")
     for batch in batches:
         first: tuple[float, float] | None = None
@@ -47,6 +50,9 @@ def main(batches: tuple[int, ...], kernels: bool) -> None:
             for own, plain in zip(times, first, strict=True):
                 line += f"{own:10.1f}{own / plain:7.2f}x"
             print(f"{line}{error:10.1e}", flush=True)
+            us = dict(zip(("alone_us", "in_a_row_us"), times, strict=True))
+            rows.append({"batch": batch, "plan": name, **us, "error": error})
+            write_json(json_file, {"rows": rows})
             if kernels:
                 print_kernels(cache, new)
 

@@ -43,7 +43,7 @@ WIDE = 1e-3, 5e-3  # tolerances of lse where K becomes fp16: 2**-12 of a score, 
 SIMULATED_GPU = replace(GPUS["sm_86"], sm_count=1)
 # lets the launcher take the kernel for many heads whatever the call
 OF_MANY: dict[str, Any] = {
-    "NARROW": dict.fromkeys(launching.NARROW, 0),
+    "NARROW": dict.fromkeys(launching.NARROW, (0, 0)),
     "LEAST": 1,
     "WARPGROUPS": SIMULATED_GPU.capability,
 }

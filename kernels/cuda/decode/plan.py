@@ -134,6 +134,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
             registers = max(registers, REGISTERS_OF_GROUPS)
         if spec.eights > 1:
             registers = MOST_REGISTERS
+        registers = min(registers, spec.most_registers or MOST_REGISTERS)
         if spec.is_wide:  # compiled for its number of threads
             share = QUARTERS * REGISTERS_PER_QUARTER // spec.threads // 8 * 8
             registers = min(share, MOST_REGISTERS)

@@ -47,7 +47,9 @@ WARPGROUPS = (9, 0)  # the one compute capability with wgmma
 # measures on an H200, which times both kernels, and several values of LEAST (kernels/FACTS.md).
 # NARROW: columns up to which the other one is taken, by what both took for 32 and 64 of them; this
 # one takes the same time for 1 to 64, and less for 16-bit rows.
-NARROW = {"elements": 0, "nibbles": 16, "bytes": 32}
+# The first number counts with at most MANY tokens an SM, the second with more.
+NARROW = {"elements": (0, 0), "nibbles": (16, 32), "bytes": (32, 32)}
+MANY = 2048  # 993 tokens an SM: nibbles take 1.04 of the other one's time; 3,971: 0.94
 LEAST = 512  # tokens of a block: for 64 heads 256 take up to 1.20 of its time, 1,024 up to 1.53
 FILLED = 0.4  # of the blocks that the GPU has room for are there, at least: with 0.48 it takes 0.7
 # to 0.9 of the time of the other one, whose blocks may be shorter, for 64 heads, and 1.06 for 16
@@ -227,7 +229,8 @@ def _fitted(
         overlaps=gpu.capability >= OVERLAPS and not is_first,
     )
     _check_rows(segment.k_rows, spec)
-    is_many = columns > fmt.latent.pick(**NARROW)
+    has_many_tokens = batch * segment.capacity > MANY * gpu.sm_count
+    is_many = columns > fmt.latent.pick(**NARROW)[has_many_tokens]
     if is_many and gpu.capability == WARPGROUPS and is_wide(spec):
         blocks = -(-columns // COLUMNS)
         splits = num_splits or splits_of(batch * blocks, segment.capacity, gpu.sm_count, TOKENS)

@@ -173,18 +173,26 @@ def cubin_key(spec: Spec, arch: str) -> str:
 def compile_spec(spec: Spec, arch: str) -> Cubin:
     require_extra()
     threads = spec.threads if spec.arch_specific else None
-    return compile_kernel(spec.build(), spec.signature(), arch, specific_threads=threads)
+    most = spec.most_registers or None
+    return compile_kernel(
+        spec.build(), spec.signature(), arch, specific_threads=threads, most_registers=most
+    )
 
 
 def compile_kernel(
-    function: Any, signature: Any, arch: str, *, specific_threads: int | None = None
+    function: Any,
+    signature: Any,
+    arch: str,
+    *,
+    specific_threads: int | None = None,
+    most_registers: int | None = None,
 ) -> Cubin:
     """Compile a Python function for numba.cuda to a cubin; needs no GPU. Errors as of
     load_cubin.
 
     signature: numba types of the arguments. arch: such as "sm_90". specific_threads: of a block,
     where the kernel has instructions of this architecture alone, and its warpgroups share out
-    registers.
+    registers. most_registers: of a thread.
     """
     require_extra()
     from cuda.bindings.nvjitlink import nvJitLinkError
@@ -205,7 +213,9 @@ def compile_kernel(
     with pretend(capability), uncollected():
         made, _ = cuda.compile(function, signature, cc=capability, **options)
     made = ObjectCode.from_ltoir(made) if whole else ObjectCode.from_ptx(made.encode())
-    options = LinkerOptions(arch=linked, link_time_optimization=whole)
+    options = LinkerOptions(
+        arch=linked, link_time_optimization=whole, max_register_count=most_registers
+    )
     try:
         code = bytes(Linker(made, options=options).link("cubin").code)
     except nvJitLinkError as error:
