@@ -140,8 +140,7 @@ def make_basis(what: str) -> Basis:
     feedback = feedback_matrix(roots.double() @ roots.double().mT + eye).float()
     if what == "feedback":
         return Basis(offset, clip=clip, feedback=feedback)
-    # not nearly singular: rows that are too large for a scale become NaN
-    return Basis(offset, eye + 0.01 * roots, clip, feedback)
+    return Basis(offset, eye + 0.1 * roots, clip, feedback)
 
 
 def inputs(
@@ -163,11 +162,11 @@ def check(fmt: RowFormat, what: str) -> None:
         append_rows(**call)
         for name in names:
             both = call[name], wanted[name]
-            if what == "matrix" and name.endswith("_rows"):
-                error = relative_error(*(dequantize_rows(rows, fmt) for rows in both))
-                assert error < MOST_MOVE, f"{fmt} {what}: {name} differs by {error:.1e}"
-            else:
-                assert torch.equal(*both), f"{fmt} {what}: {name} differs"
+            error = float(not torch.equal(*both))
+            if what == "matrix" and error:
+                row = fmt if name.endswith("_rows") else RowFormat.parse("bf16", HEAD_DIM)
+                error = relative_error(*(dequantize_rows(rows, row) for rows in both))
+            assert error < (MOST_MOVE if what == "matrix" else 1), f"{fmt} {what}: {name}, {error}"
 
 
 def time_dequantize(timer: GraphTimer, fmt: RowFormat) -> tuple[float, int]:

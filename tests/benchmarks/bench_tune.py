@@ -30,6 +30,7 @@ from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.plan import (
     RINGS,
     Plan,
+    crowd,
     even_splits,
     fit,
     formats_of_rows,
@@ -151,7 +152,8 @@ def tuned(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice
 
 def plans_to_measure(case: Case, gpu: GPU, most: int | None = None) -> list[Plan]:
     """The formula's plan, then the others; arguments as of tuned."""
-    spec, units = decode_spec(case, gpu), num_units(case, gpu)
+    units = num_units(case, gpu)
+    spec = crowd(decode_spec(case, gpu), gpu, units)
     formula = plan(spec, gpu, units, [case.seq_len])
 
     def price_of(one: Plan) -> float:

@@ -19,8 +19,8 @@ projects in the form that they ship (peer_caches.py) after them. Rows have
                 tell the same
     retrieval   what kvquant.evaluate found, whole; tool calls are among its tasks. Peers there
                 round the prompt alone
-    chains      right sums of --steps numbers that the model adds one by one, in one long answer: an
-                error anywhere spoils the total
+    chains      right lines up to the first wrong one, of --steps sums that the model writes in one
+                long answer, each with the total of the line before
     humaneval   right programs of an instruct model (bfloat16, chat template, left-padded batches
                 through generate), greedy (sample 0) and sampled, alone and behind 6,000 tokens of
                 other code: the library of the Python that runs this. All caches get the same
@@ -37,7 +37,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -47,6 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,10 @@ ASKED = (
     "markdown code block:\n```python\n{}\n```"
 )
 ADD = (
-    "Add these numbers, one after the other. For each write one line with its place in the list, "
-    "the total so far, the number and the new total, as in `1. 0 + {} = {}` and `2. {} + {} = {}`. "
-    "Leave out no number. Write nothing else.\n\n"
+    "Work out all values, line by line, without leaving out a line. Write each as `{}`, nothing "
+    "else.\n\n"
 )
+BEGUN = 2  # lines of a chain that the answer begins with
 BEFORE = "Here is code of another project:\n```python\n{}\n```\n\n"
 Window = tuple[int, int]
 Row = dict[str, Any]
@@ -466,26 +466,33 @@ def measure_humaneval(
 
 
 def measure_chains(subject: Subject, rows: Rows, amount: Amount, with_peers: bool) -> None:
-    """Rows of right totals: sums of a list, written out number by number, greedily."""
-    if amount.new_tokens < 24 * amount.steps:  # digits are tokens
-        raise ConfigError(f"{amount.steps} sums need --new-tokens {24 * amount.steps} or more")
-    drawn, prompts, totals = random.Random(SEED), [], []
+    """Rows of sums, each with the one before it, written line by line, greedily."""
+    if amount.new_tokens < 18 * amount.steps:  # digits are tokens
+        raise ConfigError(f"{amount.steps} sums need --new-tokens {18 * amount.steps} or more")
+    drawn, prompts, wanted = random.Random(SEED), list[str](), list[list[str]]()
     for _ in range(amount.problems):
-        numbers = [drawn.randint(1, 99) for _ in range(amount.steps)]
-        first, second = numbers[0], sum(numbers[:2])
-        listed = "\n".join(f"{place}. {one}" for place, one in enumerate(numbers, 1))
-        asked = ADD.format(first, first, first, numbers[1], second) + listed
-        message = [{"role": "user", "content": asked}]
+        total = drawn.randint(1, 9)
+        listed, lines = [f"x0 = {total}"], list[str]()
+        for place in range(1, amount.steps + 1):
+            added = drawn.randint(1, 9)
+            listed.append(f"x{place} = x{place - 1} + {added}")
+            lines.append(f"x{place} = {total} + {added} = {total + added}")
+            total += added
+        message = [{"role": "user", "content": ADD.format(lines[0]) + "\n".join(listed)}]
         given = {"tokenize": False, "add_generation_prompt": True}
-        prompts.append(subject.tokenizer.apply_chat_template(message, **given))
-        totals.append(str(sum(numbers)))
+        asked = subject.tokenizer.apply_chat_template(message, **given)
+        prompts.append(asked + "".join(f"{line}\n" for line in lines[:BEGUN]))
+        wanted.append(lines[BEGUN:])
 
     def found(cache: Callable[[], Any]) -> Row:
         texts = written(subject, prompts, cache(), 0, amount)
-        last = [(re.findall(r"\d+", text) or [""])[-1] for text in texts]
-        right = "".join("01"[one == total] for one, total in zip(last, totals, strict=True))
+        steps = [
+            len(list(takewhile(is_right, zip(text.splitlines(), lines, strict=False))))
+            for text, lines in zip(texts, wanted, strict=True)
+        ]
         tokens = sum(len(subject.tokenizer(text)["input_ids"]) for text in texts) / len(texts)
-        return {"passed": right, "written_tokens": round(tokens), "first": texts[0]}
+        passed = "".join("01"[n == amount.steps - BEGUN] for n in steps)
+        return {"passed": passed, "right_steps": steps, "written_tokens": round(tokens)}
 
     key: Row = {"measure": "chains", "place": f"chains of {amount.steps}", "sample": 0}
     key |= {"problems": amount.problems, "new_tokens": amount.new_tokens}
@@ -493,10 +500,13 @@ def measure_chains(subject: Subject, rows: Rows, amount: Amount, with_peers: boo
     for name, more, cache in [("16 bit", {}, lambda: None), *subject.caches(with_peers)]:
         if amount.wants(name):
             row = rows.measure({**key, "cache": name, **more}, partial(found, cache))
-            told = (
-                f"{row['passed'].count('1')} of {amount.problems}, {row['written_tokens']} tokens"
-            )
-            click.echo(f"{said(row)}  {told}")
+            mean = sum(row["right_steps"]) / amount.problems
+            click.echo(f"{said(row)}  {mean:.1f} right steps, {row['written_tokens']} tokens")
+
+
+def is_right(pair: tuple[str, str]) -> bool:
+    """Whether a line is as it should be."""
+    return pair[0].rstrip() == pair[1]
 
 
 def show_losses(rows: Sequence[Row]) -> None:

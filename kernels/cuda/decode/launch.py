@@ -51,7 +51,7 @@ from .arrange import (
     make_spec,
     pack_counts,
 )
-from .plan import Fit, Plan, fit, narrow, pays, plan, shared_bytes, with_workers
+from .plan import Fit, Plan, crowd, fit, narrow, pays, plan, shared_bytes, with_workers
 from .ragged import Cut, Kind, kinds_of
 from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, DecodeSpec
 from .tuned import Tuned, measured_plans
@@ -252,7 +252,8 @@ def describe(call: AttentionCall, kind: Kind | None = None, *, may_widen: bool =
     capacities = tuple(min(segments[i].capacity, most) for i in order)
     if spec.is_wide:
         capacities = (sum(capacities),)
-    return Work(spec, gpu, batch * columns, order, capacities, batch, q_len)
+    units = batch * columns
+    return Work(crowd(spec, gpu, units), gpu, units, order, capacities, batch, q_len)
 
 
 def _kinds_of(call: AttentionCall) -> tuple[Kind, ...]:

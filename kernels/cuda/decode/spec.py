@@ -16,9 +16,9 @@ TILE = 32  # tokens that a warp works on at a time: a row for each lane
 HALF = RUN  # those of them that have a page of their own, but where pages are smaller
 MOST_COLUMNS = 16  # of a warp: the sums of more take too many registers
 WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more than 8
-# registers of a thread where K and V have fewer bits than two times 4: shared memory has room for
-# 16 warps. With the 12 that 140 registers allow, an H200 takes up to 1.11 of the time
-FEW_BITS, FEW_REGISTERS = 8, 128
+# of a thread in a crowded kernel: an SM has registers for 16 warps, in place of 12 with up to 168.
+# Where shared memory has room for them, as with 2 and 3 bits, an H200 takes .85 to .98 of the time
+FEW_REGISTERS = 128
 MOST_IN_REGISTERS = 256  # head_dim of keys whose queries stay in registers
 MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
@@ -161,6 +161,7 @@ class DecodeSpec(Spec):
         causal: whether a sequence has several queries (queries.py).
         variant: the fields of AttentionVariant in use, sorted (variant.py).
         ragged: whether q, out and lse are flat, and pieces stand for sequences (ragged.py).
+        crowded: whether a thread has few registers, so that an SM holds more warps.
     """
 
     first: Path
@@ -174,18 +175,22 @@ class DecodeSpec(Spec):
     causal: bool = False
     variant: tuple[str, ...] = ()
     ragged: bool = False
+    crowded: bool = False
 
     kernel = "decode.kernel.make_decode_kernel"
     is_wide: ClassVar[bool] = False  # wide/spec.py
 
     @property
-    def most_registers(self) -> int:  # type: ignore[override]
+    def may_be_crowded(self) -> bool:
+        """Whether FEW_REGISTERS are enough: other kernels would spill."""
         formats = self.first.k_format, self.first.v_format
         is_usual = all(one.groups == 1 and one.head_dim == WIDE_HEAD_DIM for one in formats)
-        has_few_bits = sum(one.bits for one in formats) < FEW_BITS
         is_plain = self.query == "bf16" and not (self.is_wide or self.causal or self.variant)
-        is_few = is_usual and has_few_bits and is_plain and self.eights == 1
-        return FEW_REGISTERS if is_few else 0
+        return is_usual and is_plain and self.first.dense and self.eights == 1
+
+    @property
+    def most_registers(self) -> int:
+        return FEW_REGISTERS if self.crowded else 0
 
     @property
     def segments(self) -> int:

@@ -50,14 +50,12 @@ class Spec:
         overlaps: whether a launch may begin before the one before it on the stream is complete, for
             which the kernel waits; sm_90 and newer.
         arch_specific: whether the kernel has instructions of one architecture alone (sm_90a).
-        most_registers: of a thread, as the compiler may take; 0: as many as it likes.
     """
 
     kernel: ClassVar[str]
     warps: int
     overlaps: bool = False
     arch_specific: ClassVar[bool] = False
-    most_registers: int = 0
 
     @property
     @abstractmethod
@@ -75,6 +73,11 @@ class Spec:
 
     @property
     def shared_bytes(self) -> int:
+        return 0
+
+    @property
+    def most_registers(self) -> int:
+        """Registers of a thread that the compiler may take; 0: as many as it likes."""
         return 0
 
     def signature(self) -> tuple[Any, ...]:

@@ -45,8 +45,8 @@ def make_spec(text: str) -> DecodeSpec:
     """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
     query), "paged", "pages=4" (of so few rows), "ring", "strided", "segments" (bf16 sinks and a
     ring), "71:1" (query heads on a KV head), "queries" (several a sequence, so many columns),
-    "pieces" (of ragged queries), "wide" (the kernel for wide groups) and
-    the fields of a variant."""
+    "pieces" (of ragged queries), "wide" (the kernel for wide groups), "crowded" (of few registers)
+    and the fields of a variant."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
     k_name, _, v_name = formats.partition("/")
@@ -68,7 +68,9 @@ def make_spec(text: str) -> DecodeSpec:
         causal=bool({"queries", "pieces"} & {*words} or POSITIONAL & {*variant}),
         variant=variant,
         ragged="pieces" in words,
+        crowded="crowded" in words,
     )
+    assert made.may_be_crowded or not made.crowded
     wide = widened(made, ratio) if "wide" in words else made
     assert wide is not None
     return wide
@@ -80,6 +82,9 @@ SOME = (
     ("int4", "sm_100"),
     ("int3/int2", "sm_90"),
     ("int2/int3 16:1 segments", "sm_80"),
+    ("int2 segments crowded", "sm_90"),
+    ("int3 segments paged crowded", "sm_90"),
+    ("int4/int2 segments paged crowded", "sm_100"),
     ("int8-g4/int4-g4", "sm_80"),
     ("int8-g4/int4-g4 segments", "sm_89"),
     ("int4-g4 segments paged", "sm_120"),
@@ -110,6 +115,7 @@ SOME = (
     ("int8-g4/int4-g4 71:1 wide segments paged pieces", "sm_90"),
 )
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+FEW = "int2 int3 int3/int2 int2/int3 int4/int2 int2/int4".split()
 ALL = [
     *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
     # int4-g8 spills 8 bytes outside its loop (kernels/FACTS.md)
@@ -124,6 +130,7 @@ ALL = [
         for word in ("strided", "ring")
     ),
     *"int3/int2 int2/int3 int4/int2 int3/int8-g8 int2/bf16 fp8/int3".split(),
+    *(f"{name} segments {word} crowded" for name in FEW for word in ("", "paged")),
     *(f"{name} {ratio}:1 pages=1 segments" for name in FORMATS for ratio in (8, 64)),
     *"int8-g4/int4-g4 int8/int4 fp8/int4-g4 bf16/int4-g8 int4/bf16 fp16/fp8-g4".split(),
     *(f"{name} 16:1" for name in FORMATS),
@@ -144,7 +151,12 @@ TOO_LARGE = {"int8 512", "bf16 512", "fp16 512", "int4-g4 512 segments", "int4 6
 def matrix() -> list[tuple[str, str]]:
     """Kernels and architectures to compile."""
     if os.environ.get("KVQUANT_CUBINS") == "all":
-        every = [(text, arch) for text in ALL for arch in ARCHS]
+        every = [
+            (text, arch)
+            for text in ALL
+            for arch in ARCHS
+            if "crowded" not in text or arch not in (*SMALL, "sm_80")  # they have less memory
+        ]
         return [one for one in every if one[0] not in TOO_LARGE or one[1] not in SMALL]
     return [*SOME]
 

@@ -21,6 +21,7 @@ from kvquant.kernels.cuda.decode.plan import (
     STAGES,
     Fit,
     Plan,
+    crowd,
     fit,
     kernels,
     narrow,
@@ -183,6 +184,23 @@ def test_more_shared_memory_only_spreads_blocks_that_have_no_room_at_once(
         assert needed <= asked <= H200.shared_per_block
         assert H200.shared_per_sm // (asked + 1024) == share
     assert shared_bytes(kernel, units, splits[:1]) == needed
+
+
+def test_rows_of_few_bits_fill_an_sm_with_warps() -> None:
+    """Where shared memory has room for 16 warps, threads have few registers; else as many as the
+    compiler likes."""
+
+    def warps_of(name: str, units: int, *lens: int, gpu: GPU = H200) -> tuple[int, int]:
+        spec = crowd(make_spec(name, exact_segments=bool(lens)), gpu, units)
+        kernel = spec_of(spec, plan(spec, gpu, units, [8192, *lens]))
+        return kernel.warps, fit(kernel, gpu).blocks * kernel.warps
+
+    assert warps_of("int2", 512) == warps_of("int3", 512, 4, 128) == (4, 16)
+    assert warps_of("int3", 128) == (8, 16) and warps_of("int3", 128, 4, 128) == (4, 16)
+    assert warps_of("int2", 65, 4, 128)[1] < 16 and warps_of("int4", 512)[1] < 16
+    for name, small in (("int4", H200), ("int4-g4", H200), ("bf16", H200), ("int2", GPUS[1])):
+        assert not crowd(make_spec(name), small, 512).crowded
+    assert not crowd(replace(make_spec("int2"), variant=("soft_cap",)), H200, 512).crowded
 
 
 def test_registers_of_the_compiled_kernel_keep_its_warps() -> None:
