@@ -1,10 +1,10 @@
 """Append and dequantize on a GPU beside a plain copy: prompts, and a decode step inside a graph.
 
-Run by hand: python tests/benchmarks/bench_append.py --json FILE. Bytes are first compared with the
-meaning. A prompt is 32,768 or 4,096 tokens of 8 heads (head_dim 128) into pages of 64 in any order;
-the rate of the long one counts what is read and written. A step is 64 sequences, one token each, at
-its end with 16-bit rows too. Times are per call, of calls in a row inside one CUDA graph, on inputs
-of their own that outgrow the L2 cache together. The transforms of K and V:
+Run by hand: python tests/benchmarks/bench_append.py. Bytes are first compared with the meaning. A
+prompt is 32,768 or 4,096 tokens of 8 heads (head_dim 128) into pages of 64 in any order; the rate
+of the long one counts what is read and written. A step is 64 sequences, one token each, at its end
+with 16-bit rows too. Times are per call, of calls in a row inside one CUDA graph, on inputs of
+their own that outgrow the L2 cache together. The transforms of K and V:
 
     (none)      nearest codes of the rows as they come: one launch
     k, kv       K, or both, with an offset: one launch
@@ -17,16 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from measuring import begin, relative_error
 
 from kvquant import Basis, RowFormat, dequantize_rows
 from kvquant.bench.timer import GraphTimer
-from kvquant.cli.console import JSON, write_json
 from kvquant.ops.append import append_rows
 from kvquant.ops.rows_at import dequantize_pages
 from kvquant.rows.quantize import feedback_matrix
@@ -41,19 +38,16 @@ MOST_COPIES = 200
 TRANSFORMS = ("", "k", "kv", "clip", "feedback", "matrix")
 
 
-@click.command()
-@JSON
-def main(json_file: Path | None) -> None:
+def main() -> None:
     """Print a line per format and transform."""
-    timer, rows = begin(), []
+    timer = begin()
     roof = max(copy_rate(timer, size) for size in (1 << 27, 1 << 28, 1 << 30))
     print(f"copy roof, read and written: {roof:.0f} GB/s")
     heads = f"{'prompt':>22}{'short':>10}{'step':>10}{'16-bit step':>14}{'dequantize':>22}"
     print(f"{'':32}{heads}")
     for name in FORMATS:
         for what in TRANSFORMS if name != "bf16" else TRANSFORMS[:3]:
-            rows.append(measure(timer, name, what, roof))
-            write_json(json_file, {"copy_gb_per_s": roof, "rows": rows})
+            measure(timer, name, what, roof)
 
 
 def copy_rate(timer: GraphTimer, size: int) -> float:
@@ -65,8 +59,8 @@ def copy_rate(timer: GraphTimer, size: int) -> float:
     return 2 * size / timer.in_a_row(calls) / 1e3
 
 
-def measure(timer: GraphTimer, name: str, what: str, roof: float) -> dict[str, Any]:
-    """One line, and its microseconds; what: one of TRANSFORMS."""
+def measure(timer: GraphTimer, name: str, what: str, roof: float) -> None:
+    """One line; what: one of TRANSFORMS."""
     fmt = RowFormat.parse(name, HEAD_DIM)
     check(fmt, what)
     row_bytes = 2 * HEADS * fmt.row_bytes
@@ -75,17 +69,14 @@ def measure(timer: GraphTimer, name: str, what: str, roof: float) -> dict[str, A
     calls = inputs(timer, fmt, what, PROMPT, moved)
     prompt = timer.in_a_row([partial(append_rows, **call) for call in calls])
     line = f"{f'{name}, {what}' if what else name:32}{rate(prompt, moved, roof)}"
-    found: dict[str, Any] = {"format": name, "transform": what, str(PROMPT): prompt}
     for tokens, exact in ((SHORT, False), (STEP, False), (STEP, True)):
         moved = tokens * (row_bytes + element_bytes + 8)
         calls = inputs(timer, fmt, what, tokens, moved, exact)
         taken = timer.in_a_row([partial(append_rows, **call) for call in calls])
         line += f"{taken:>{14 if exact else 10}.2f}"
-        found[f"{tokens}{', with 16-bit rows' if exact else ''}"] = taken
     if not what:
         line += rate(*time_dequantize(timer, fmt), roof)
     print(line, flush=True)
-    return found
 
 
 def rate(us: float, moved: int, roof: float) -> str:

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from kvquant.evaluation.statistics import Paired, paired
@@ -169,11 +170,33 @@ def behind_code(public: Rows) -> str:
     found = [lost_by(public[name], "behind") for name in CODERS]
     bounds = [
         " and ".join(f"{max(at_most(each[cache]), 0):.1f}" for each in found)
-        for cache in ("default", "plan int4")
+        for cache in ("default", "plan int4", "plan, bits of int3")
     ]
     return (
-        f"Behind code the default loses at most {bounds[0]} points of right answers (0.5B and "
-        f"1.5B, 95 % bounds), `int4` with a plan at most {bounds[1]}"
+        f"Behind code the default loses at most {bounds[0]} points (0.5B and 1.5B, 95 % bounds), "
+        f"`int4` with a plan at most {bounds[1]}, a plan by layer with the bits of `int3` "
+        f"{bounds[2]}"
+    )
+
+
+def chains(public: Rows) -> str:
+    """Right lines of long answers, beside those of the default, with the error of the mean."""
+    rows = [row for row in public[HEADS_OF_128] if row["key"]["measure"] == "chains"]
+    steps = {row["key"]["cache"]: row["right_steps"] for row in rows}
+    exact, told = steps["default"], []
+    for cache, title in (
+        ("plan int4", "A plan of `int4` gives"),
+        ("plan, bits of int3", "one by layer with the bits of `int3`"),
+        ("plan, bits of int3 and int2", "between `int3` and `int2`"),
+    ):
+        more = [one - other for one, other in zip(steps[cache], exact, strict=True)]
+        error = stdev(more) / len(more) ** 0.5
+        told.append(f"{title} {fmean(steps[cache]):.1f} ± {error:.1f}")
+    tokens = round(fmean(row["written_tokens"] for row in rows), -2)
+    return (
+        f"In {len(exact)} answers of {tokens:,.0f} tokens, {rows[0]['key']['place']} sums, "
+        f"Coder-1.5B writes {fmean(exact):.1f} lines before a wrong one with the default. "
+        f"{', '.join(told)}"
     )
 
 

@@ -16,8 +16,12 @@ measured and the date:
     h200-512                                kvquant bench --head-dim 512 --q-heads 16 --kv-heads 4
                                             --format int4-g4 --format int8
     h200-ablated                            tests/benchmarks/bench_ablated.py
-    h200-windows                            tests/benchmarks/bench_wide.py. Of the 512 sequences
-                                            those from 123 on read other 16-bit tokens, as many
+    h200-windows                            tests/benchmarks/bench_wide.py
+    h200-few                                kvquant bench with int4-g4 and all pairs of int2, int3
+                                            and int4, for 512 x 8:1 x 8,192 and 64 x 32:8 x 32,768;
+                                            we joined the two files. The next commit drops the plans
+                                            of four cases from the table, as this run did
+    h200-plan-step                          tests/benchmarks/bench_step.py
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
     h200-peers, h200-int4-peers             tests/benchmarks/peers.py, with --project kvquant,
@@ -30,11 +34,9 @@ measured and the date:
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     cpu-step                                tests/benchmarks/bench_cpu_step.py, on the machine of
                                             zen4-decode, with other tests stopped
-    h200-coder-step                         bench_model.py --model, ended after its first case, with
-                                            other jobs on the other GPU. We kept the 12 longest
-                                            kernels
-    h200-captured                           bench_model.py --layers 8 --batch 1 --tokens 8192. We
-                                            shortened the names of kernels
+    h200-coder-step                         bench_model.py --model, two calls that ended after one
+                                            case each, the second of commit 14282171, with other
+                                            jobs on the other GPU. We kept the 12 longest kernels
     zen4-decode                             kvquant bench --device cpu
     xeon-decode                             the same --format int4-g4 --format int8, on the GPU's
                                             host, with other jobs on its other cores
@@ -86,9 +88,10 @@ measured and the date:
     public-NAME                             tests/benchmarks/public_models.py, which writes there
                                             itself. A row has the torch and the device of its run.
                                             We wrote commit and date by hand: those of the last
-                                            run, which made all plans anew. Plans by layer are of
-                                            2026-11-30, commit 80c79c51. Calibrations of one model
-                                            shared what they had in common
+                                            run, which made all plans anew. Plans by layer and
+                                            chains are of 2026-11-30, commits 80c79c51 (SmolLM2) and
+                                            14282171. Calibrations of one model shared what they had
+                                            in common. We joined the calls
     defaults                                pairs of formats, of which kvquant/rows/defaults.py
                                             took the default: bench_defaults.py at commit d73287f9.
                                             We merged the files of six runs, named the texts, and
@@ -121,6 +124,7 @@ from public_tables import (
     KL_NOTICE,
     behind_code,
     by_context,
+    chains,
     humaneval,
     overview,
     overview_about,
@@ -203,7 +207,8 @@ def shown() -> dict[str, list[str]]:
         "kvquant/evaluation/README.md": [evaluation()],
         "kvquant/cache/README.md": [settings(), tabled("ranks"), tabled("ranks of a model")],
         "kvquant/hf/README.md": [
-            *(probed(), said("steps"), tabled("steps"), said("coder step"), said("captured step")),
+            *(probed(), said("steps"), tabled("steps"), said("coder steps")),
+            tabled("coder steps"),
             cpu_steps(),
             *(said("latent steps"), tabled("latent steps")),
         ],
@@ -245,20 +250,9 @@ SENTENCES = {
         "batch {cases[0][batch]}, {cases[0][tokens]:,} tokens, one {gpu}, {day}, transformers "
         "{transformers}, torch {release}",
     ),
-    "coder step": (
+    "coder steps": (
         "h200-coder-step",
-        "With Qwen2.5-Coder-1.5B, batch {cases[0][batch]} and {cases[0][tokens]:,} tokens, a "
-        "compiled `QuantizedCache` takes {cases[0][ms][compiled]:.2f} ms a step with the default, "
-        "{cases[0][ms][compiled, plan]:.2f} ms with a plan, a compiled `StaticCache` "
-        "{cases[0][ms][StaticCache, compiled]:.2f} ms. `CapturedStep` takes "
-        "{cases[0][ms][captured]:.2f} and {cases[0][ms][captured, plan]:.2f} ms",
-    ),
-    "captured step": (
-        "h200-captured",
-        "With {layers} layers, batch {cases[0][batch]} and {cases[0][tokens]:,} tokens "
-        "`CapturedStep` takes {cases[0][ms][captured]:.2f} ms, with `compile=True` "
-        "{cases[0][ms][captured, compiled]:.2f} ms, and a compiled `QuantizedCache` "
-        "{cases[0][ms][compiled]:.2f} ms ({gpu}, {day})",
+        "Qwen2.5-Coder-1.5B, {cases[0][tokens]:,} tokens, the default, one {gpu}, {day}",
     ),
     "vllm-32": ("vllm-32", ENGINES),
 }
@@ -292,6 +286,16 @@ TABLES: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "steps": ("h200-step", "cases", {"tokens": "{tokens:,}"} | MS),
     "latent steps": ("h200-latent-step", "cases", MS),
+    "coder steps": (
+        "h200-coder-step",
+        "cases",
+        {"batch": "{batch}"}
+        | MS
+        | {
+            "compiled, plan": "{ms[compiled, plan]:.1f}",
+            "`CapturedStep`, plan": "{ms[captured, plan]:.1f}",
+        },
+    ),
     "ranks": (
         "ranks",
         "attention",
@@ -384,7 +388,7 @@ BENCHED: tuple[tuple[str, Callable[[Figures], bool]], ...] = (
     ("h200-defaults", lambda one: True),
     ("h200-decode", lambda one: one["num_q_heads"] == 32 and shape(one)[::2] in SHOWN),
     ("h200-decode", lambda one: one["batch"] == 256 and one["k_format"] in ("fp8", "bf16")),
-    ("h200-more", lambda one: one["num_q_heads"] == 32 and one["k_format"] in ("int3", "int2")),
+    ("h200-few", lambda one: one["batch"] == 512 and one["k_format"] == one["v_format"]),
     ("h200-wide", lambda one: one["num_q_heads"] == 64),
     ("zen4-decode", lambda one: one["k_format"] in ("int4-g4", "int8", "bf16")),
     ("xeon-decode", lambda one: one["k_format"] == "int4-g4"),
@@ -425,6 +429,7 @@ def bench_about() -> list[str]:
     for name in dict.fromkeys(name for name, _ in BENCHED):
         machine = read(name)["machine"]
         where = machine.get("gpu") or f"{machine['device']}, {machine['backend']}"
+        where = where.partition(", CUDA")[0]
         by_device.setdefault(where, []).append(machine)
     found = []
     for where, machines in by_device.items():
@@ -853,13 +858,12 @@ def settings() -> str:
 
 def speed() -> str:
     """How many times as fast as named peers."""
-    of_shape, steps = int4_cases(), read("h200-step")["cases"][-1]
+    of_shape, steps = int4_cases(), read("h200-coder-step")["cases"]
     (default,) = [one for one in read("h200-defaults")["decode"] if one["k_format"] == "int8-g4"]
     found = []
     many = "64 sequences of 8,192 tokens"
     for rows, case, what in (
         ("default", default, many),
-        ("`int4-g4`", of_shape[64, 32, 8192], many),
         ("`int4-g4`", of_shape[1, 32, 1024], "1 sequence of 1,024 tokens"),
     ):
         assert "cudnn" in of_peer(case)["name"]
@@ -868,9 +872,10 @@ def speed() -> str:
     ratio = of_peer(cases("zen4-decode")[0])["ratio"]
     peer = "torch's fastest attention"
     found.append(("attention, 2 cores, AMD Zen 4", "`int4-g4`", peer, ratio))
-    what = f"model step, {steps['batch']} sequences of {steps['tokens']:,} tokens, H200"
-    ratio = steps["ms"]["DynamicCache"] / steps["ms"]["compiled"]
-    found.append((what, "`int4-g4`", "transformers' `DynamicCache`", ratio))
+    for one in steps:
+        what = f"step of Coder-1.5B, {one['batch']} sequences of {one['tokens']:,} tokens, H200"
+        ratio = one["ms"]["StaticCache, compiled"] / one["ms"]["compiled"]
+        found.append((what, "default", "transformers' `StaticCache`, compiled", ratio))
     engines = read("vllm-batches")["engines"]
     what = "vLLM, Coder-1.5B, 256 sequences of 8,192 tokens, H200"
     for name in ("flash", "flash-fp8"):
@@ -933,7 +938,7 @@ def fidelity_page() -> list[str]:
     tables = by_context(public), humaneval(public), retrieved(public), shipped(public)
     return [
         *(table(*parts) for parts in ((head, lines) for head, *lines in tables)),
-        *(bold(), behind_code(public), limits()),
+        *(bold(), behind_code(public), chains(public), limits()),
         *(home_made(), counted()),
     ]
 
