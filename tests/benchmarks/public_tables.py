@@ -180,23 +180,22 @@ def behind_code(public: Rows) -> str:
 
 
 def chains(public: Rows) -> str:
-    """Right lines of long answers, beside those of the default, with the error of the mean."""
+    """Right lines of long answers, beside those of the default, with the errors of differences."""
     rows = [row for row in public[HEADS_OF_128] if row["key"]["measure"] == "chains"]
     steps = {row["key"]["cache"]: row["right_steps"] for row in rows}
-    exact, told = steps["default"], []
+    exact, told = steps["default"], list[str]()
     for cache, title in (
-        ("plan int4", "A plan of `int4` gives"),
+        ("plan int4", "A plan of `int4` added"),
         ("plan, bits of int3", "one by layer with the bits of `int3`"),
         ("plan, bits of int3 and int2", "between `int3` and `int2`"),
     ):
         more = [one - other for one, other in zip(steps[cache], exact, strict=True)]
+        unit = " lines" if not told else ""
         error = stdev(more) / len(more) ** 0.5
-        told.append(f"{title} {fmean(steps[cache]):.1f} ± {error:.1f}")
-    tokens = round(fmean(row["written_tokens"] for row in rows), -2)
+        told.append(f"{title} {fmean(more):.1f} ± {error:.1f}{unit}")
     return (
-        f"In {len(exact)} answers of {tokens:,.0f} tokens, {rows[0]['key']['place']} sums, "
-        f"Coder-1.5B writes {fmean(exact):.1f} lines before a wrong one with the default. "
-        f"{', '.join(told)}"
+        f"Coder-1.5B wrote {len(exact)} {rows[0]['key']['place']} sums. With the default it wrote "
+        f"{fmean(exact):.1f} right lines before a wrong one. {', '.join(told)}"
     )
 
 
