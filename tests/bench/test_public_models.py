@@ -26,12 +26,14 @@ from peer_schemes import kivi, kivi_keys, kivi_values
 from public_tables import (
     AGAIN,
     CODERS,
+    HEADS_OF_128,
     NONE,
     OWN,
     PUBLIC,
     WINDOW,
     at_most,
     behind_code,
+    chains,
     humaneval,
     losses,
     overview,
@@ -392,29 +394,41 @@ def answered(cache: str, place: str, at: int, passed: str, *window: list[int]) -
     }
 
 
-def test_the_last_number_of_a_chain_decides(
+def test_a_chain_counts_up_to_its_first_wrong_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def written(subject: Any, prompts: Any, cache: Any, sample: int, amount: Any) -> list[str]:
-        totals = []
+        answers = []
         for prompt in prompts:
-            lines = prompt.rpartition("\n\n")[2].splitlines()
-            totals.append(sum(int(line.partition(". ")[2]) for line in lines))
-            assert f"`2. {lines[0][3:]} + {lines[1][3:]} = " in prompt and len(lines) == 5
-        if cache is None:
-            return [f"5. 1 + 2 = {total}" for total in totals]
-        return [f"5. 1 + 2 = {totals[0]}\n", f"{totals[1]} + 0 = {totals[1] + 1}", "none"]
+            asked, first, second, rest = prompt.rpartition("\n\n")[2].rsplit("\n", 3)
+            assert rest == "" and len(asked.splitlines()) == 6 and second.startswith("x2 = ")
+            *_, total = first.split()
+            assert f"Write each as `{first}`" in prompt
+            added = [int(line.split()[-1]) for line in asked.splitlines()]
+            assert first == f"x1 = {added[0]} + {added[1]} = {total}"
+            lines, total = [], added[0] + added[1] + added[2]
+            for place in range(3, 6):
+                lines.append(f"x{place} = {total} + {added[place]} = {total + added[place]}")
+                total += added[place]
+            answers.append(lines)
+        if cache is not None:
+            answers[1][1] = answers[1][1] + "0"
+            answers[2] = ["none"]
+        return ["\n".join(lines) for lines in answers]
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.chat_template = "{{ messages[0]['content'] + '\\n' }}"
     monkeypatch.setattr(public_models.Subject, "tokenizer", tokenizer)
     monkeypatch.setattr(public_models, "written", written)
     path = tmp_path / "found.json"
     given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure chains --steps 5 "
     rows, output = measured_twice(given + "--problems 3 --only int8 --only 16* --no-peers", path)
-    right = {(one["key"]["cache"], one["key"].get("window") == [4, 128]): one for one in rows}
-    assert right["16 bit", False]["passed"] == "111" and right["int8", True]["passed"] == "100"
-    assert "chains of 5" in output and "lost 2, won 0" in output
+    found = {(one["key"]["cache"], one["key"].get("window") == [4, 128]): one for one in rows}
+    assert found["16 bit", False]["right_steps"] == [3, 3, 3]
+    assert (
+        found["int8", True]["right_steps"] == [3, 1, 0] and found["int8", True]["passed"] == "100"
+    )
+    assert "chains of 5" in output and "1.3 right steps" in output
 
 
 def public() -> dict[str, list[dict[str, Any]]]:
@@ -439,6 +453,7 @@ def public() -> dict[str, list[dict[str, Any]]]:
             *(answered(AGAIN, "behind", at, one) for at, one in enumerate(("0000", "1111"))),
             *(answered("default", "behind", at, "0101", WINDOW) for at in range(3)),
             *(answered("plan int4", "behind", at, "1110", WINDOW) for at in range(2)),
+            answered("plan, bits of int3", "behind", 1, "1111", WINDOW),
         ]
     return rows
 
@@ -468,3 +483,14 @@ def test_humaneval_is_compared_in_its_place_and_with_its_16_bit_answers() -> Non
     bounds = "30.0 and 30.0", "2.4 and 2.4"
     found = behind_code(public())
     assert all(f"at most {one}" in found for one in bounds)
+    assert found.endswith("bits of `int3` 0.3 and 0.3")  # an error is not 0
+
+
+def test_chains_are_compared_with_those_of_the_default() -> None:
+    key = {"measure": "chains", "place": "chains of 80"}
+    steps = {"default": [30, 20], "plan int4": [31, 21]}
+    steps |= {"plan, bits of int3": [30, 16], "plan, bits of int3 and int2": [0, 0]}
+    rows = [{"key": key | {"cache": one}, "right_steps": found} for one, found in steps.items()]
+    told = chains({HEADS_OF_128: rows})
+    assert "2 chains of 80 sums" in told and "wrote 25.0 right lines" in told
+    assert "added 1.0 ± 0.0 lines" in told and "-2.0 ± 2.0" in told and "-25.0 ± 5.0" in told

@@ -33,7 +33,7 @@ FORMATS = "bf16", "int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8"
 # sequences, tokens, heads
 CASES = (
     *((64, 8192, heads) for heads in (16, 32, 64, 128)),
-    *((64, 1024, heads) for heads in (16, 128)),
+    *((64, 1024, heads) for heads in (16, 32, 128)),
     *((1, 131072, heads) for heads in (16, 64, 128)),
     *((1, 32768, heads) for heads in (16, 64)),
     *((4, 32768, 64), (8, 8192, 64)),

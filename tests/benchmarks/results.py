@@ -17,10 +17,9 @@ measured and the date:
                                             --format int4-g4 --format int8
     h200-ablated                            tests/benchmarks/bench_ablated.py
     h200-windows                            tests/benchmarks/bench_wide.py
-    h200-few                                kvquant bench with int4-g4 and all pairs of int2, int3
-                                            and int4, for 512 x 8:1 x 8,192 and 64 x 32:8 x 32,768;
-                                            we joined the two files. The next commit drops the plans
-                                            of four cases from the table, as this run did
+    h200-few                                kvquant bench with int4-g4 and pairs of int2, int3 and
+                                            int4, for 512 x 8:1 x 8,192 and 64 x 32:8 x 32,768, with
+                                            the next commit's table of plans. We joined the files
     h200-plan-step                          tests/benchmarks/bench_step.py
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3

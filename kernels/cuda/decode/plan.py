@@ -175,10 +175,19 @@ def narrow(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
 
 def crowd(spec: DecodeSpec, gpu: GPU, units: int) -> DecodeSpec:
     """The kernel with few registers a thread, where an SM then holds more warps and has work for
-    them. With few units it may lose: 8 of 8,192 tokens took an H200 up to 1.46 of the time."""
-    small = replace(spec, warps=4 * spec.sharers, stages=min(STAGES))
-    gains = fit(replace(small, crowded=True), gpu).blocks > fit(small, gpu).blocks
-    return replace(spec, crowded=spec.may_be_crowded and gains and 2 * units >= gpu.sm_count)
+    them. With few units it may lose: 8 of 8,192 tokens took an H200 up to 1.46 of the time (of
+    2026-11-30, scratch)."""
+    if not (spec.may_be_crowded and 2 * units >= gpu.sm_count):
+        return spec
+    small = replace(spec, warps=4, stages=min(STAGES))
+    few = replace(small, crowded=True)
+    return replace(spec, crowded=fit(few, gpu).blocks > fit(small, gpu).blocks)
+
+
+def _rings_of(spec: DecodeSpec) -> tuple[int, ...]:
+    """Rings that a block may have. With a second segment 8 in a crowded kernel took an H200 up to
+    1.07 of the time of 4 (256 units of 4,096 tokens, scratch, 2026-11-30)."""
+    return RINGS[:-1] if spec.crowded and spec.second else RINGS
 
 
 def plan(
@@ -207,7 +216,7 @@ def plan(
         return _plan_wide(fit(spec, gpu, registers), units, capacities, num_splits)
     row = lookup(rows, gpu.name, *formats_of_rows(spec), units, capacities[0], spec.block_columns)
     if row is not None and not (
-        row.warps in [rings * spec.sharers for rings in RINGS]
+        row.warps in [rings * spec.sharers for rings in _rings_of(spec)]
         and row.stages in stages_of(spec)
         and fit(replace(spec, warps=row.warps, stages=row.stages), gpu).blocks
     ):
@@ -279,8 +288,7 @@ def kernels(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> tuple[F
     if spec.is_wide:
         return (fit(spec, gpu, registers),)
     found = []
-    # in a crowded kernel a block of 8 warps would keep most of them idle in the second segment
-    for rings in RINGS[:-1] if spec.crowded and spec.second else RINGS:
+    for rings in _rings_of(spec):
         sizes = [(rings * spec.sharers, stages) for stages in stages_of(spec)]
         specs = [replace(spec, warps=warps, stages=stages) for warps, stages in sizes]
         fits = [fit(one, gpu, registers) for one in specs]

@@ -17,7 +17,7 @@ HALF = RUN  # those of them that have a page of their own, but where pages are s
 MOST_COLUMNS = 16  # of a warp: the sums of more take too many registers
 WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more than 8
 # of a thread in a crowded kernel: an SM has registers for 16 warps, in place of 12 with up to 168.
-# Where shared memory has room for them, as with 2 and 3 bits, an H200 takes .85 to .98 of the time
+# With 2 and 3 bits and a window an H200 takes .85 to .98 of the time (scratch, 2026-11-30)
 FEW_REGISTERS = 128
 MOST_IN_REGISTERS = 256  # head_dim of keys whose queries stay in registers
 MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
@@ -182,10 +182,10 @@ class DecodeSpec(Spec):
 
     @property
     def may_be_crowded(self) -> bool:
-        """Whether FEW_REGISTERS are enough: other kernels would spill."""
+        """Whether FEW_REGISTERS are known to be enough: no such kernel spills."""
         formats = self.first.k_format, self.first.v_format
         is_usual = all(one.groups == 1 and one.head_dim == WIDE_HEAD_DIM for one in formats)
-        is_plain = self.query == "bf16" and not (self.is_wide or self.causal or self.variant)
+        is_plain = self.query == "bf16" and not (self.causal or self.variant)
         return is_usual and is_plain and self.first.dense and self.eights == 1
 
     @property

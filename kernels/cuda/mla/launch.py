@@ -45,9 +45,9 @@ FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has 
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
 # When the kernel for many heads is taken, and in how many splits: as tests/benchmarks/bench_mla.py
 # measures on an H200, which times both kernels, and several values of LEAST (kernels/FACTS.md).
-# NARROW: columns up to which the other one is taken, by what both took for 32 and 64 of them; this
-# one takes the same time for 1 to 64, and less for 16-bit rows.
-# The first number counts with at most MANY tokens an SM, the second with more.
+# NARROW: columns up to which the other one is taken, by the codes of latents, by what both took for
+# 32 and 64 columns; this one takes the same time for 1 to 64, and less for 16-bit rows. The first
+# number counts with at most MANY tokens an SM, the second with more.
 NARROW = {"elements": (0, 0), "nibbles": (16, 32), "bytes": (32, 32)}
 MANY = 2048  # 993 tokens an SM: nibbles take 1.04 of the other one's time; 3,971: 0.94
 LEAST = 512  # tokens of a block: for 64 heads 256 take up to 1.20 of its time, 1,024 up to 1.53
@@ -227,6 +227,7 @@ def _fitted(
         causal=causal,
         overlapped=gpu.capability >= OVERLAPS,
         overlaps=gpu.capability >= OVERLAPS and not is_first,
+        on_hopper=gpu.capability == WARPGROUPS,
     )
     _check_rows(segment.k_rows, spec)
     has_many_tokens = batch * segment.capacity > MANY * gpu.sm_count

@@ -271,7 +271,7 @@ def fitted(text: str, arch: str) -> MlaSpec:
     blocks = 2 if "wide" in words else 1
     place = next((word for word in words if word in ("paged", "ring", "slots")), "linear")
     spec = MlaSpec(*formats, place=place, causal="causal" in words, blocks=blocks)
-    spec = replace(spec, overlaps="overlaps" in words)
+    spec = replace(spec, overlaps="overlaps" in words, on_hopper=arch == "sm_90")
     teams, capacity = (2, 200) if "short" in words else (3, 8192)
     return next(shapes_of(spec, GPUS[arch], teams, capacity))
 
@@ -288,7 +288,8 @@ SOME = (
     ("bf16 slots causal", "sm_90"),
     ("bf16 ring causal", "sm_100"),
 )
-PLACES = [(place, columns) for place in ("paged", "ring", "slots") for columns in ("", " wide")]
+OF_NIBBLES, OF_PLACES = ("int4-g8+fp8-g4", "int4-g8+int8-g4"), ("paged", "ring", "slots")
+PLACES = [(place, columns) for place in OF_PLACES for columns in ("", " wide")]
 ALL = [
     (f"{name}{words}", arch)
     for arch in ("sm_80", "sm_89", "sm_90", "sm_100")
@@ -305,6 +306,8 @@ ALL = [
 
 # those that keep two registers of a lane in memory
 SPILLED = {
+    *((f"{name} {place} causal wide", "sm_90") for name in OF_NIBBLES for place in OF_PLACES),
+    ("fp8-g4+fp16 paged causal wide", "sm_90"),
     ("int4-g8+int8-g4 paged causal wide", "sm_89"),
     ("int8-g8+int8-g4 paged causal wide", "sm_89"),
     ("int8-g8+int8-g4 ring causal wide", "sm_100"),

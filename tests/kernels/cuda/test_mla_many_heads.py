@@ -34,6 +34,7 @@ from mla_calls import (
 from mla_cases import make_mla
 
 from kvquant import LatentFormat
+from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.mma.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wgmma.spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
@@ -186,6 +187,17 @@ def test_many_heads_have_a_kernel_of_their_own_on_hopper(
     (note,) = cuda.launched
     columns = 64 if isinstance(spec, WideMlaSpec) else spec.block_columns
     assert note.grid == (-(-heads // columns), 1, 1)
+
+
+def test_many_tokens_of_nibbles_take_the_kernel_for_few_heads_up_to_32_columns(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "MANY", 30)  # tokens an SM
+    cases = (4000, 32, MlaSpec), (3900, 32, WideMlaSpec), (4000, 33, WideMlaSpec)
+    for tokens, heads, kind in cases:
+        runtime._launches.clear()
+        attend(make_mla(AIM, heads, (tokens,)), num_splits=1)
+        assert type(loaded_specs()[-1]) is kind
 
 
 def test_many_heads_of_few_sequences_take_fewer_splits_in_place_of_the_other_kernel(

@@ -35,9 +35,6 @@ from ...device.row_layout import UNIT, mmas_of, operand_of
 from .spec import FRAGMENT, SLICES
 
 LOW_HALVES = 0x5410
-# eights of tokens that are worked on at once, by blocks of 16 columns. An H200 takes 3 % more time
-# with 4 for one block, and 5 % less for two
-EIGHTS = {1: 2, 2: 4}
 
 
 def make_load_chunks(chunks):
@@ -75,7 +72,7 @@ def make_partial_scores(spec):
     CHUNKS, STEPS, IS_EXACT = SLICE // UNIT, spec.latent_steps, LATENT.is_exact
     GROUPS = 1 if IS_EXACT else LATENT.groups // SLICES
     PER_GROUP, SHARED, BEHIND = STEPS // GROUPS, BLOCKS > 1, spec.behind
-    TOGETHER = EIGHTS[BLOCKS]
+    TOGETHER = spec.eights
     WORDS, SUMS = TOGETHER * CHUNKS, 4 * TOGETHER * BLOCKS
     load_chunks, fragment_of = make_load_chunks(CHUNKS), make_fragment_of(LATENT)
     mma = MMA[operand_of(LATENT)]
@@ -86,9 +83,9 @@ def make_partial_scores(spec):
             return load_shared_u32x4(queries + uint32(FRAGMENT * (step * BLOCKS + b)))
         return load_sums(fragments, 4 * step)
 
-    def make_pair(first_eight):
+    def make_eights(first_eight):
         @device_function
-        def scores_of_pair(partials, scales, rows, headers, fragments, queries, power):
+        def scores_of_eights(partials, scales, rows, headers, fragments, queries, power):
             words = cuda.local.array(WORDS, uint32)
             for n in range(TOGETHER):
                 load_chunks(words, CHUNKS * n, rows + uint32(8 * STRIDE * (first_eight + n)))
@@ -132,9 +129,9 @@ def make_partial_scores(spec):
                         partials + uint32(at), load_sums(totals, 4 * (TOGETHER * b + n))
                     )
 
-        return scores_of_pair
+        return scores_of_eights
 
-    all_pairs = in_turn([make_pair(first) for first in range(0, SLICES, TOGETHER)])
+    all_eights = in_turn([make_eights(first) for first in range(0, SLICES, TOGETHER)])
 
     @device_function
     def partial_scores(partials, scales, rows, fragments, queries, power, lane, own):
@@ -145,7 +142,7 @@ def make_partial_scores(spec):
         headers += uint32(4 * GROUPS) * own
         mine = partials + uint32(FRAGMENT) * own + uint32(16) * lane
         of_slice = queries + uint32(FRAGMENT * BLOCKS * STEPS) * own + uint32(16) * lane
-        all_pairs(mine, scales, at, headers, fragments, of_slice, power)
+        all_eights(mine, scales, at, headers, fragments, of_slice, power)
 
     return partial_scores
 

@@ -41,6 +41,7 @@ class MlaSpec(Spec):
         overlapped: whether the next launch may begin, and wait for this one; sm_90 and newer.
         overlaps: as of Spec. A block waits for the launch before, of another segment, as its last
             act, so that the combining launch finds the parts of both.
+        on_hopper: whether the GPU is one; see eights.
     """
 
     latent: RowFormat
@@ -54,9 +55,17 @@ class MlaSpec(Spec):
     causal: bool = False
     overlapped: bool = False
     overlaps: bool = False
+    on_hopper: bool = False
 
     arguments = MLA
     kernel = "mla.mma.kernel.make_mla_kernel"
+
+    @property
+    def eights(self) -> int:
+        """Eights of tokens whose scores a warp works on at a time. With two blocks an H200 takes 4
+        to 6 % less time with 4, though two to four registers are spilled; with one block it takes
+        3 % more (2026-11-30, scratch). Other GPUs: not measured."""
+        return 4 if self.on_hopper and self.blocks == 2 else 2
 
     def __post_init__(self) -> None:
         for part, fmt in (("latents", self.latent), ("RoPE parts", self.rope)):
