@@ -424,11 +424,11 @@ def test_a_chain_counts_up_to_its_first_wrong_line(
     given = f"smollm2-135m --folder {MODEL} --json {path} --device cpu --measure chains --steps 5 "
     rows, output = measured_twice(given + "--problems 3 --only int8 --only 16* --no-peers", path)
     found = {(one["key"]["cache"], one["key"].get("window") == [4, 128]): one for one in rows}
-    assert found["16 bit", False]["right_steps"] == [3, 3, 3]
-    assert (
-        found["int8", True]["right_steps"] == [3, 1, 0] and found["int8", True]["passed"] == "100"
-    )
+    exact, packed = found["16 bit", False], found["int8", True]
+    assert exact["right_steps"] == [3, 3, 3] and packed["right_steps"] == [3, 1, 0]
+    assert exact["passed"] == "111" and packed["passed"] == "100"
     assert "chains of 5" in output and "1.3 right steps" in output
+    assert "lost 2, won 0" in output
 
 
 def public() -> dict[str, list[dict[str, Any]]]:

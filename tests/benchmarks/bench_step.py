@@ -50,7 +50,7 @@ def main(batches: tuple[int, ...], kernels: bool, json_file: Path | None) -> Non
             for own, plain in zip(times, first, strict=True):
                 line += f"{own:10.1f}{own / plain:7.2f}x"
             print(f"{line}{error:10.1e}", flush=True)
-            us = dict(zip(("alone_us", "in_a_row_us"), times, strict=True))
+            us = {"alone_us": times[0], "in_a_row_us": times[1]}
             rows.append({"batch": batch, "plan": name, **us, "error": error})
             write_json(json_file, {"rows": rows})
             if kernels:

@@ -190,12 +190,12 @@ def chains(public: Rows) -> str:
         ("plan, bits of int3 and int2", "between `int3` and `int2`"),
     ):
         more = [one - other for one, other in zip(steps[cache], exact, strict=True)]
-        unit = " lines" if not told else ""
         error = stdev(more) / len(more) ** 0.5
-        told.append(f"{title} {fmean(more):.1f} ± {error:.1f}{unit}")
+        told.append(f"{title} {fmean(more):.1f} ± {error:.1f}")
     return (
         f"Coder-1.5B wrote {len(exact)} {rows[0]['key']['place']} sums. With the default it wrote "
-        f"{fmean(exact):.1f} right lines before a wrong one. {', '.join(told)}"
+        f"{fmean(exact):.1f} right lines before a wrong one. {told[0]} lines, "
+        f"{', '.join(told[1:])}"
     )
 
 

@@ -134,7 +134,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
             registers = max(registers, REGISTERS_OF_GROUPS)
         if spec.eights > 1:
             registers = MOST_REGISTERS
-        registers = min(registers, spec.most_registers or MOST_REGISTERS)
+        registers = min(registers, spec.most_registers or registers)
         if spec.is_wide:  # compiled for its number of threads
             share = QUARTERS * REGISTERS_PER_QUARTER // spec.threads // 8 * 8
             registers = min(share, MOST_REGISTERS)
@@ -175,8 +175,8 @@ def narrow(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
 
 def crowd(spec: DecodeSpec, gpu: GPU, units: int) -> DecodeSpec:
     """The kernel with few registers a thread, where an SM then holds more warps and has work for
-    them. With few units it may lose: 8 of 8,192 tokens took an H200 up to 1.46 of the time (of
-    2026-11-30, scratch)."""
+    them. With few units it may lose: 8 of 8,192 tokens took an H200 up to 1.46 times as long
+    (scratch, 2026-11-30)."""
     if not (spec.may_be_crowded and 2 * units >= gpu.sm_count):
         return spec
     small = replace(spec, warps=4, stages=min(STAGES))
@@ -185,8 +185,8 @@ def crowd(spec: DecodeSpec, gpu: GPU, units: int) -> DecodeSpec:
 
 
 def _rings_of(spec: DecodeSpec) -> tuple[int, ...]:
-    """Rings that a block may have. With a second segment 8 in a crowded kernel took an H200 up to
-    1.07 of the time of 4 (256 units of 4,096 tokens, scratch, 2026-11-30)."""
+    """Rings that a block may have. With a second segment a crowded kernel of 8 took an H200 up to
+    1.07 times as long as one of 4 (256 units of 4,096 tokens, scratch, 2026-11-30)."""
     return RINGS[:-1] if spec.crowded and spec.second else RINGS
 
 

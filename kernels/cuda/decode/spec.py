@@ -189,8 +189,8 @@ class DecodeSpec(Spec):
         return is_usual and is_plain and self.first.dense and self.eights == 1
 
     @property
-    def most_registers(self) -> int:
-        return FEW_REGISTERS if self.crowded else 0
+    def most_registers(self) -> int | None:
+        return FEW_REGISTERS if self.crowded else None
 
     @property
     def segments(self) -> int:

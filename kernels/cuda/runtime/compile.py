@@ -173,10 +173,8 @@ def cubin_key(spec: Spec, arch: str) -> str:
 def compile_spec(spec: Spec, arch: str) -> Cubin:
     require_extra()
     threads = spec.threads if spec.arch_specific else None
-    most = spec.most_registers or None
-    return compile_kernel(
-        spec.build(), spec.signature(), arch, specific_threads=threads, most_registers=most
-    )
+    limits: Any = {"specific_threads": threads, "most_registers": spec.most_registers}
+    return compile_kernel(spec.build(), spec.signature(), arch, **limits)
 
 
 def compile_kernel(

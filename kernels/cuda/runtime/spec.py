@@ -76,9 +76,9 @@ class Spec:
         return 0
 
     @property
-    def most_registers(self) -> int:
-        """Registers of a thread that the compiler may take; 0: as many as it likes."""
-        return 0
+    def most_registers(self) -> int | None:
+        """Registers of a thread that the compiler may take; None: as many as it likes."""
+        return None
 
     def signature(self) -> tuple[Any, ...]:
         """The numba types of the kernel's arguments; imports numba."""
