@@ -89,7 +89,8 @@ measured and the date:
                                             We wrote commit and date by hand: those of the last
                                             run, which made all plans anew. Plans by layer and
                                             chains are of 2026-11-30, commits 80c79c51 (SmolLM2) and
-                                            14282171. Calibrations of one model shared what they had
+                                            14282171; 16 bit in chains and a sample of HumanEval of
+                                            27b4d922. Calibrations of one model shared what they had
                                             in common. We joined the calls
     defaults                                pairs of formats, of which kvquant/rows/defaults.py
                                             took the default: bench_defaults.py at commit d73287f9.
