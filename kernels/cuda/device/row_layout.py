@@ -177,10 +177,12 @@ class StagedRow:
     """The facts of a format in shared memory, for constants of a kernel.
 
     dense: whether rows have no gaps in global memory.
+    direct: whether lanes read rows by words where they landed.
     """
 
     fmt: RowFormat
     dense: bool = True
+    direct: bool = False
 
     def __post_init__(self) -> None:
         fmt, span = self.fmt, self.span
@@ -221,13 +223,34 @@ class StagedRow:
 
     @property
     def stride(self) -> int:
-        """Bytes from a row to the next: a number of units that is no multiple of 4."""
+        """Bytes from a row to the next: a number of units that is no multiple of 4; an odd number
+        of words of direct rows."""
+        if self.direct:
+            return self.fmt.row_bytes
         return self._spread(self.prefix // UNIT + self.chunks, 4)
 
     @property
     def realigned(self) -> bool:
         """Whether rows are moved in shared memory before ldmatrix reads them."""
-        return bool(self.fmt.row_bytes % UNIT or self.fmt.header_bytes % UNIT)
+        is_off = bool(self.fmt.row_bytes % UNIT or self.fmt.header_bytes % UNIT)
+        return is_off and not self.direct
+
+    @property
+    def may_be_direct(self) -> bool:
+        """Whether lanes can read rows of one group by words, of which each serves two chunks."""
+        is_whole = self.fmt.head_dim % (2 * self.strands * self.span) == 0
+        return self.dense and self.realigned and self.fmt.groups == 1 and is_whole
+
+    @property
+    def token_steps(self) -> tuple[int, int]:
+        """Tokens from a row of an 8x8 matrix to the next, and from a matrix to the next. Of direct
+        rows every fourth: with an odd number of words a row the lanes of a load share no bank."""
+        return (4, 1) if self.direct else (1, 8)
+
+    @property
+    def half(self) -> int:
+        """Bytes from a row of an MMA's 16 to that of the tile's other MMA."""
+        return 2 * self.token_steps[1] * self.stride
 
     @property
     def windows(self) -> int:
