@@ -199,7 +199,7 @@ def _make_copy_bytes(staged, place, sharers):
 
 
 def make_clear_row(staged):
-    """Make the function that fills a row with zeros; of direct rows the header, as no code is NaN."""
+    """Make the function that fills a row with zeros, or a direct one's header: no code is NaN."""
     UNITS = staged.stride // 16
 
     @device_function
