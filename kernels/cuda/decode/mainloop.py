@@ -8,9 +8,10 @@
     copies.py        scores.py              here                values.py           combine.py
     rows -> stages   S = q·K                P = 2**(S - m)      O += P V            warps
 
-*Unrolled loads* (copies.py), *V prefetch* (a stage holds K and V), *padded shared memory*
-(device/row_layout.py). *Lazy rescale*: the softmax rescales only when a score exceeds the maximum
-by more than 2**4, or a scale of V outgrows the headroom (values.py). All sums are float32.
+*Unrolled loads* (copies.py), *V prefetch* (a stage holds K and V), *padded shared memory* and
+*direct rows* (device/row_layout.py). *Lazy rescale*: the softmax rescales only when a score exceeds
+the maximum by more than 2**4, or a scale of V outgrows the headroom (values.py). All sums are
+float32.
 """
 
 from numba import cuda, float32, int32, uint32

@@ -5,6 +5,9 @@
     B  16 elements x 8 columns: lane (g, t) holds its elements of the query head of column g
     D  the scores: tokens g and g + 8, columns 2t and 2t + 1
 
+Of direct rows (device/row_layout.py) lanes load these words themselves. There row g of the tile's
+matrix i, of four, is token 4g + i.
+
 Each group has sums of its own, multiplied by its scale in float32. Shifts take one more MMA: A is
 the header, B holds 0 and the query's sum over the group, as a high and a low fp16 part. The query
 is scaled by a power of two to 2**14 <= max |q| < 2**15, and scores are scaled back.
@@ -218,7 +221,7 @@ def _make_key_reader(staged):
     """Two functions: where a lane reads in a tile, and its words of the chunks c and c + 1 then, of
     rows g and g + 8 each."""
     ROW, HALF, PREFIX, STRANDS = staged.stride, staged.half, staged.prefix, staged.strands
-    HEADER, ROW_STEP = staged.fmt.header_bytes, staged.token_steps[0] * ROW
+    ROW_STEP = staged.token_steps[0] * ROW
 
     @device_function
     def matrix_of(rows, lane):
@@ -234,7 +237,7 @@ def _make_key_reader(staged):
 
     @device_function
     def row_of(rows, lane):
-        row = rows + (lane >> uint32(2)) * uint32(ROW_STEP) + uint32(HEADER)
+        row = rows + (lane >> uint32(2)) * uint32(ROW_STEP) + uint32(PREFIX)
         return uint32(row), uint32(lane & uint32(3))
 
     @device_function
@@ -262,8 +265,7 @@ def make_scores(staged, query, eights):
     STRANDS = staged.strands
     IS_EXACT, UNITS, QUERY_PARTS = staged.fmt.is_exact, staged.header_units, words.parts
     DIRECT, ROW_STEP = staged.direct, staged.token_steps[0] * ROW
-    WORD, SCALES = 0 if DIRECT else 4 * staged.header_word(0), 4 * GROUPS
-    OTHER_ROW = staged.token_steps[1] * ROW
+    OTHER_ROW, WORD, SCALES = staged.token_steps[1] * ROW, 4 * staged.header_word(0), 4 * GROUPS
     # chain j takes the MMAs of chunk `c` (with `part` and `m`) of step s: see the loops
     CHAINS = GROUPS if GROUPS > 1 else min(2, CHUNKS // 2 if IS_EXACT else CHUNKS)
     PER_GROUP = max(staged.fmt.group_size // SPAN, 1)  # chunks, of rows with more groups

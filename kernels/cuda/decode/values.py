@@ -5,6 +5,10 @@
     B  16 tokens x 8 columns: P, turned from the scores' fragment by movmatrix, in registers
     D  the output: elements of unit g, columns 2t and 2t + 1
 
+Of direct rows lane (g, t) loads word g of two chunks, of tokens 8t + i and 8t + 4 + i, which are
+rows 2t and 2t + 1 of matrix i. The low halves are unit 2g of the chunks, the high ones unit 2g + 1.
+INT3 makes two words of it, of even and odd elements, for four chunks.
+
 Scales are multiplied into P. The transposed header holds a scale or a shift in each unit: one more
 MMA gives the sums of the shifts, and with unit 0 replaced by ones the sum of P as it was rounded. P
 counts from a reference below the maximum by `headroom` powers of two, as many as the largest scale
@@ -13,14 +17,7 @@ so far allows in fp16.
 
 from numba import cuda, float32, int32, uint32
 
-from ..device.codes import (
-    HIGH_HALVES,
-    LOW_HALVES,
-    MMA,
-    make_load_word,
-    make_pair_factor,
-    make_unpack,
-)
+from ..device.codes import MMA, halves_of, make_load_word, make_pair_factor, make_unpack
 from ..device.fragments import load_pair, load_sums, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -34,7 +31,6 @@ from ..device.ptx import (
     mma_f16,
     multiply_f16,
     pack_f16,
-    permute,
     shfl,
     store_shared_f32,
     store_shared_f32x2,
@@ -57,9 +53,8 @@ def make_load_header(staged):
         at = rows + (lane & uint32(3)) * uint32(8 * ROW)
         a, b = load_shared_u32(at), load_shared_u32(at + uint32(4 * ROW))
         x, y = load_shared_u32(at + uint32(ROW)), load_shared_u32(at + uint32(5 * ROW))
-        which = uint32(HIGH_HALVES) if lane & uint32(4) else uint32(LOW_HALVES)
-        scales, others = permute(a, b, uint32(LOW_HALVES)), permute(x, y, uint32(LOW_HALVES))
-        return permute(a, b, which), scales, permute(x, y, which), others
+        odd = lane & uint32(4)  # units: those of shifts
+        return halves_of(a, b, odd), halves_of(a, b, 0), halves_of(x, y, odd), halves_of(x, y, 0)
 
     @device_function
     def load_header(rows, lane):
@@ -119,11 +114,11 @@ def _make_reader(staged):
 
     if not staged.direct:
         return matrix_of, load_matrices, of_matrices
-    HEADER, load_word = staged.fmt.header_bytes, make_load_word(staged.fmt)
+    load_word = make_load_word(staged.fmt)
 
     @device_function
     def rows_of(rows, lane):
-        codes = rows + (lane & uint32(3)) * uint32(8 * ROW) + uint32(HEADER)
+        codes = rows + (lane & uint32(3)) * uint32(8 * ROW) + uint32(PREFIX)
         return uint32(codes), uint32(lane >> uint32(2))
 
     @device_function
@@ -136,9 +131,9 @@ def _make_reader(staged):
 
     @device_function
     def of_words(words, c):
-        i, which = c % STRANDS, HIGH_HALVES if c // STRANDS % 2 else LOW_HALVES
-        first = permute(words[i], words[STRANDS + i], uint32(which))
-        return first, permute(words[2 * STRANDS + i], words[3 * STRANDS + i], uint32(which))
+        i, high = c % STRANDS, c // STRANDS % 2
+        first = halves_of(words[i], words[STRANDS + i], high)
+        return first, halves_of(words[2 * STRANDS + i], words[3 * STRANDS + i], high)
 
     return rows_of, load_words, of_words
 

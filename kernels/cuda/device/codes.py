@@ -143,6 +143,12 @@ def make_load_word(fmt):
 
 
 @device_function
+def halves_of(one, other, high):
+    """The low halves of two words as a word, or the high ones."""
+    return permute(one, other, uint32(HIGH_HALVES) if high else uint32(LOW_HALVES))
+
+
+@device_function
 def load_word(codes, part):
     return (load_shared_u32(codes + uint32(4) * part),)
 

@@ -7,9 +7,10 @@ ldmatrix reads 8 rows x 16 bytes at once, without bank conflicts if rows are an 
 16-byte units apart. A 256-byte row gets a 17th unit. Rows of twice an odd number of units (96, 160,
 224, 288, 544 bytes) stay: padding costs more than their conflicts.
 
-A row whose length is no multiple of 16, such as 68 bytes, is realigned: 12 bytes before its header
-make its codes start at a unit. Until then dense rows stand as in global memory, others as the
-16-byte windows that cover them:
+A row whose length is no multiple of 16, such as 68 bytes, stands otherwise. Dense rows of one group
+in full pairs of chunks are *direct* where K and V both are: lanes load words of them as they landed
+(token_steps). Other rows are realigned: 12 bytes before the header make codes start at a unit.
+Until then dense rows stand as in global memory, others as the 16-byte windows that cover them:
 
     landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
                           0      shift                16 * windows
@@ -201,8 +202,9 @@ class StagedRow:
 
     @property
     def prefix(self) -> int:
-        """Bytes before the codes: the header and the pad that aligns the codes."""
-        return 0 if self.fmt.is_exact else max(UNIT, self.fmt.header_bytes)
+        """Bytes before the codes: the header and, unless rows are direct, the pad that aligns the
+        codes."""
+        return max(0 if self.fmt.is_exact or self.direct else UNIT, self.fmt.header_bytes)
 
     @property
     def chunks(self) -> int:
@@ -272,7 +274,7 @@ class StagedRow:
     @property
     def header_units(self) -> int:
         """Units that hold the header: 4 groups each; 0 for 16-bit rows."""
-        return 0 if self.fmt.is_exact else self.prefix // UNIT
+        return -(-self.prefix // UNIT)
 
     def header_word(self, group: int) -> int:
         """The word of a group's scale and shift, counted from the first unit of the header."""
