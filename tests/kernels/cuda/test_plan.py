@@ -234,7 +234,7 @@ def test_rows_of_512_elements_fit_large_gpus_and_some_formats_small_ones() -> No
             assert all(one.blocks for one in kernels(spec, gpu)), (gpu, name)
     for name in formats[:-1]:
         assert kernels(make_spec(name, 512), RTX_4090)
-    with pytest.raises(UnsupportedError, match="K in bf16 .*use formats with fewer bytes"):
+    with pytest.raises(UnsupportedError, match=r"K in bf16 .*use formats with fewer bytes"):
         kernels(make_spec("bf16", 512), RTX_4090)
     with pytest.raises(UnsupportedError, match=r"K in bf16 .*keep no sinks and recent .*_len=0"):
         kernels(make_spec("int4-g4", 512, True), RTX_4090)
