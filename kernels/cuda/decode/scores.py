@@ -241,15 +241,16 @@ def _make_key_reader(staged):
         return uint32(row), uint32(lane & uint32(3))
 
     @device_function
-    def two_words(codes, part):
-        words = load_word(codes, part)
-        return words[0], words[1] if STRANDS == 2 else load_word(codes, part + uint32(4))[0]
+    def two_words(codes, t, c):
+        if STRANDS == 2:
+            return load_word(uint32(codes), uint32(t + uint32(2 * c)))
+        return load_word(codes + uint32(16 * c), t)[0], load_word(codes + uint32(16 * c + 16), t)[0]
 
     @device_function
     def load_words(place, c, h):
         codes, t = place
-        part, codes = uint32(t + uint32(4 * c // STRANDS)), uint32(codes + uint32(HALF * h))
-        low, high = two_words(codes, part), two_words(uint32(codes + uint32(ROW)), part)
+        low = two_words(codes + uint32(HALF * h), t, c)
+        high = two_words(codes + uint32(HALF * h + ROW), t, c)
         return low[0], high[0], low[1], high[1]
 
     return row_of, load_words

@@ -39,6 +39,7 @@ UNIT = 16  # bytes
 WORD = 4
 ELEMENTS = 16  # of a row that a lane has
 STAGES = 4  # of a warp's ring of rows
+WIDEST_DIRECT = 256  # elements of a row that is read where it landed: wider ones would spill
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
 # of a block that multiplies rows by a matrix (products.py): as many rows of a group as warps, and
 # the columns of the matrix that it has at a time
@@ -240,8 +241,9 @@ class StagedRow:
     @property
     def may_be_direct(self) -> bool:
         """Whether lanes can read rows of one group by words, of which each serves two chunks."""
-        is_whole = self.fmt.head_dim % (2 * self.strands * self.span) == 0
-        return self.dense and self.realigned and self.fmt.groups == 1 and is_whole
+        fmt, pair = self.fmt, 2 * self.strands * self.span
+        fits = fmt.head_dim % pair == 0 and fmt.head_dim <= WIDEST_DIRECT
+        return self.dense and self.realigned and fmt.groups == 1 and fits
 
     @property
     def token_steps(self) -> tuple[int, int]:

@@ -146,7 +146,7 @@ ALL = [
     *(f"{name} 256 paged {EVERY_FIELD}" for name in ("int4", "int4-g8", "bf16")),
 ]
 # what no block of a small GPU has room for, and is refused there
-TOO_LARGE = {"bf16 512", "fp16 512", "int4-g4 512 segments"}
+TOO_LARGE = {"int8 512", "bf16 512", "fp16 512", "int4-g4 512 segments"}
 
 
 def matrix() -> list[tuple[str, str]]:
