@@ -242,7 +242,7 @@ def _make_key_reader(staged):
 
     @device_function
     def two_words(codes, t, c):
-        if STRANDS == 2:
+        if STRANDS == 2:  # 32-bit sums cost the fewest instructions here, 64-bit ones below
             return load_word(uint32(codes), uint32(t + uint32(2 * c)))
         return load_word(codes + uint32(16 * c), t)[0], load_word(codes + uint32(16 * c + 16), t)[0]
 

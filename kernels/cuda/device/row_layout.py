@@ -7,10 +7,10 @@ ldmatrix reads 8 rows x 16 bytes at once, without bank conflicts if rows are an 
 16-byte units apart. A 256-byte row gets a 17th unit. Rows of twice an odd number of units (96, 160,
 224, 288, 544 bytes) stay: padding costs more than their conflicts.
 
-A row whose length is no multiple of 16, such as 68 bytes, stands otherwise. Dense rows of one group
-in full pairs of chunks are *direct* where K and V both are: lanes load words of them as they landed
-(token_steps). Other rows are realigned: 12 bytes before the header make codes start at a unit.
-Until then dense rows stand as in global memory, others as the 16-byte windows that cover them:
+A row whose length is no multiple of 16, such as 68 bytes, is *direct* or realigned. Dense rows of one
+group whose chunks pair up are direct, if K and V both are: lanes load words where they landed
+(may_be_direct, token_steps). Others are realigned: 12 bytes before the header let codes start at a
+unit. Until then dense rows stand as in global memory, others as 16-byte windows that cover them:
 
     landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
                           0      shift                16 * windows
@@ -240,7 +240,8 @@ class StagedRow:
 
     @property
     def may_be_direct(self) -> bool:
-        """Whether lanes can read rows of one group by words, of which each serves two chunks."""
+        """Whether lanes can read rows by words where they landed. Such rows have an odd number of
+        words, and chunks in pairs: a word of V holds units of two."""
         fmt, pair = self.fmt, 2 * self.strands * self.span
         fits = fmt.head_dim % pair == 0 and fmt.head_dim <= WIDEST_DIRECT
         return self.dense and self.realigned and fmt.groups == 1 and fits
