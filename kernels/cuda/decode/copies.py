@@ -16,6 +16,7 @@ from ..device.ptx import (
     load_shared_u32,
     load_shared_u32x2,
     load_shared_u32x4,
+    store_shared_u32,
     store_shared_u32x4,
     word_from_lane,
 )
@@ -183,7 +184,7 @@ def _make_copy_bytes(staged, place, sharers):
         low += uint64(uint32(16) * lane)
         high += uint64(uint32(16) * lane)
         target += uint32(16) * lane
-        # the last copy may bring bytes of the row after `end`, which realign clears
+        # the last copy may bring bytes of the row after `end`, which are cleared later
         left = int32(min(end - first, int32(TILE)) * int32(ROW_BYTES) - int32(16) * int32(lane))
         for i in range(STEPS):
             source = low
@@ -198,7 +199,7 @@ def _make_copy_bytes(staged, place, sharers):
 
 
 def make_clear_row(staged):
-    """Make the function that fills a row with zeros."""
+    """Make the function that fills a row with zeros, or a direct one's header: no code is NaN."""
     UNITS = staged.stride // 16
 
     @device_function
@@ -207,7 +208,11 @@ def make_clear_row(staged):
         for i in range(UNITS):
             store_shared_u32x4(row + uint32(16 * i), zeros)
 
-    return clear_row
+    @device_function
+    def clear_header(row):
+        store_shared_u32(row, uint32(0))
+
+    return clear_header if staged.direct else clear_row
 
 
 def make_realign(staged, path):

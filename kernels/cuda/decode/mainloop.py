@@ -8,9 +8,10 @@
     copies.py        scores.py              here                values.py           combine.py
     rows -> stages   S = q·K                P = 2**(S - m)      O += P V            warps
 
-*Unrolled loads* (copies.py), *V prefetch* (a stage holds K and V), *padded shared memory*
-(device/row_layout.py). *Lazy rescale*: the softmax rescales only when a score exceeds the maximum
-by more than 2**4, or a scale of V outgrows the headroom (values.py). All sums are float32.
+*Unrolled loads* (copies.py), *V prefetch* (a stage holds K and V), *padded shared memory* and
+*direct rows* (device/row_layout.py). *Lazy rescale*: the softmax rescales only when a score exceeds
+the maximum by more than 2**4, or a scale of V outgrows the headroom (values.py). All sums are
+float32.
 """
 
 from numba import cuda, float32, int32, uint32
@@ -70,7 +71,7 @@ def make_attend(spec, path, keep, recall):
     SCRATCH, SCRATCH_BYTES = spec.scratch_at(path), spec.scratch_bytes(path)
     K_TILE = TILE * k.landing
     K_REALIGNED, V_REALIGNED = k.realigned, v.realigned
-    V_STRIDE, clear_row = v.stride, make_clear_row(v)
+    V_STRIDE, V_DIRECT, clear_row = v.stride, v.direct, make_clear_row(v)
     V_BF16 = operand_of(v.fmt) == "bf16"
     FRAGMENTS = EIGHTS * QueryWords(k, spec.query).fragments
     SUMS, SCORES, PAIRS = EIGHTS * v.sums, 8 * EIGHTS, 2 * EIGHTS
@@ -139,7 +140,7 @@ def make_attend(spec, path, keep, recall):
         if begin >= end:
             wait_for_all()
             return
-        if not V_REALIGNED and not idle and int32(first + int32(TILE)) > end:
+        if not (V_REALIGNED or V_DIRECT or idle) and int32(first + int32(TILE)) > end:
             # the first tile was asked for without the length: what lies after it may be NaN
             wait_for_oldest()
             meet(of_ring)
@@ -195,6 +196,10 @@ def make_attend(spec, path, keep, recall):
                 realign_k(k_rows, scratch, k_base, first, end, k_row, around, mask)
                 k_rows = scratch
                 cuda.syncwarp()
+            if V_DIRECT and int32(first + int32(TILE)) > end:  # the last copy brings more bytes
+                if sharer == uint32(0) and int32(first + int32(lane)) >= end:
+                    clear_row(v_rows + lane * uint32(V_STRIDE))
+                meet(of_ring)
             scores = cuda.local.array(SCORES, float32)
             scores_of(scores, k_rows, lane, query)
             change_scores(scores, factors, first, lane, results[0], common, counts)
@@ -246,7 +251,7 @@ def _make_meet(sharers):
 def _make_add_values(spec, path):
     """The function that adds P V of a tile, from its scores; it rescales first if need be."""
     _, v = spec.rows(path)
-    EIGHTS, PAIRS, V_HALF = spec.eights, 2 * spec.eights, 16 * v.stride
+    EIGHTS, PAIRS, V_HALF = spec.eights, 2 * spec.eights, v.half
     V_EXACT, V_BF16 = v.fmt.is_exact, operand_of(v.fmt) == "bf16"
     P_IN_TWO = V_BF16 and spec.query == "fp16"  # bf16 has fewer digits than out
     load_header, accumulate = make_load_header(v), make_accumulate(v, spec.query, EIGHTS)

@@ -199,37 +199,38 @@ def make_mask(spec, path):
     EIGHTS, SEEN, UNSEEN = spec.eights, spec.word_at("seen"), spec.word_at("unseen")
     BRANCH, TREE = spec.word_at("branch"), spec.places.get("tree_mask", 0)
     position_of = make_position_of(path is spec.first)
+    ROW, MATRIX = spec.rows(path)[0].token_steps
 
     @device_function
     def mask_end(scores, first, end, lane, kept, common, counts):
-        left = int32(end - first - int32(uint32(lane >> uint32(2))))
-        for i in range(4):  # rows g, g + 8, g + 16, g + 24
-            if left <= int32(8 * i):
+        left = int32(end - first - int32(uint32(ROW) * uint32(lane >> uint32(2))))
+        for i in range(4):  # row g of each matrix
+            if left <= int32(MATRIX * i):
                 for e in range(EIGHTS):
                     scores[8 * e + 2 * i] = float32(NEVER)
                     scores[8 * e + 2 * i + 1] = float32(NEVER)
 
     @device_function
     def mask_columns(scores, first, end, lane, kept, common, counts):
-        mine = int32(first + int32(lane >> uint32(2)))
+        mine = int32(first + int32(uint32(ROW) * uint32(lane >> uint32(2))))
         at = kept + uint32(8) * uint32(lane & uint32(3))
         for e in range(EIGHTS):
             seen = load_shared_u32x2(at + uint32(SEEN + 32 * e))
             left = int32(int32(seen[0]) - mine)
             other = int32(int32(seen[1]) - mine)
-            for i in range(4):  # rows g, g + 8, g + 16, g + 24
-                if left <= int32(8 * i):
+            for i in range(4):
+                if left <= int32(MATRIX * i):
                     scores[8 * e + 2 * i] = float32(HIDDEN)
-                if other <= int32(8 * i):
+                if other <= int32(MATRIX * i):
                     scores[8 * e + 2 * i + 1] = float32(HIDDEN)
             if UNSEEN:
                 unseen = load_shared_u32x2(at + uint32(UNSEEN + 32 * e))
                 left = int32(int32(unseen[0]) - mine)
                 other = int32(int32(unseen[1]) - mine)
                 for i in range(4):
-                    if left > int32(8 * i):
+                    if left > int32(MATRIX * i):
                         scores[8 * e + 2 * i] = float32(HIDDEN)
-                    if other > int32(8 * i):
+                    if other > int32(MATRIX * i):
                         scores[8 * e + 2 * i + 1] = float32(HIDDEN)
         if BRANCH:
             mask_tree(scores, mine, at, common, counts)
@@ -241,7 +242,7 @@ def make_mask(spec, path):
         for e in range(EIGHTS):
             branch = load_shared_u32x2(at + uint32(BRANCH + 32 * e))
             for i in range(4):
-                token = int32(position_of(int32(mine + int32(8 * i)), counts) - before)
+                token = int32(position_of(int32(mine + int32(MATRIX * i)), counts) - before)
                 place = uint64(max(min(token, int32(number - int32(1))), int32(0)))
                 place += common[TREE]
                 first = load_global_u8(place + uint64(branch[0]))

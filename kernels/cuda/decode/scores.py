@@ -5,6 +5,9 @@
     B  16 elements x 8 columns: lane (g, t) holds its elements of the query head of column g
     D  the scores: tokens g and g + 8, columns 2t and 2t + 1
 
+Of direct rows (device/row_layout.py) lanes load these words themselves. There row g of the tile's
+matrix i, of four, is token 4g + i.
+
 Each group has sums of its own, multiplied by its scale in float32. Shifts take one more MMA: A is
 the header, B holds 0 and the query's sum over the group, as a high and a low fp16 part. The query
 is scaled by a power of two to 2**14 <= max |q| < 2**15, and scores are scaled back.
@@ -14,7 +17,7 @@ from operator import add
 
 from numba import cuda, float32, uint32, uint64
 
-from ..device.codes import HALVES, MMA, PACK, make_pair_factor, make_unpack
+from ..device.codes import HALVES, MMA, PACK, make_load_word, make_pair_factor, make_unpack
 from ..device.fragments import ZEROS, add_rows, load_pair, load_sums, over_quad, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.powers import norm_of
@@ -214,17 +217,56 @@ def _make_query_reader(words):
     return (in_shared, pair_in_shared) if words.in_shared else (in_registers, load_pair)
 
 
+def _make_key_reader(staged):
+    """Two functions: where a lane reads in a tile, and its words of the chunks c and c + 1 then, of
+    rows g and g + 8 each."""
+    ROW, HALF, PREFIX, STRANDS = staged.stride, staged.half, staged.prefix, staged.strands
+    ROW_STEP = staged.token_steps[0] * ROW
+
+    @device_function
+    def matrix_of(rows, lane):
+        return rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+
+    @device_function
+    def load_matrices(matrix, c, h):
+        return load_matrix_x4(matrix + uint32(PREFIX + 16 * c + HALF * h))
+
+    if not staged.direct:
+        return matrix_of, load_matrices
+    load_word = make_load_word(staged.fmt)
+
+    @device_function
+    def row_of(rows, lane):
+        row = rows + (lane >> uint32(2)) * uint32(ROW_STEP) + uint32(PREFIX)
+        return uint32(row), uint32(lane & uint32(3))
+
+    @device_function
+    def two_words(codes, t, c):
+        if STRANDS == 2:  # 32-bit sums cost the fewest instructions here, 64-bit ones below
+            return load_word(uint32(codes), uint32(t + uint32(2 * c)))
+        return load_word(codes + uint32(16 * c), t)[0], load_word(codes + uint32(16 * c + 16), t)[0]
+
+    @device_function
+    def load_words(place, c, h):
+        codes, t = place
+        low = two_words(codes + uint32(HALF * h), t, c)
+        high = two_words(codes + uint32(HALF * h + ROW), t, c)
+        return low[0], high[0], low[1], high[1]
+
+    return row_of, load_words
+
+
 def make_scores(staged, query, eights):
     """The function from a tile in shared memory to its scores, but for a factor. MMAs form chains,
     each with sums of its own, in turn: none need wait for the one before it."""
     words = QueryWords(staged, query)
     EIGHTS, FRAGMENTS, SHIFTS = eights, words.fragments, words.shifts
-    ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
+    ROW, CHUNKS, SPAN, HALF = staged.stride, staged.chunks, staged.span, staged.half
     GROUPS, PARTS, MMAS = staged.fmt.groups, staged.parts, staged.mmas
     STRANDS = staged.strands
     IS_EXACT, UNITS, QUERY_PARTS = staged.fmt.is_exact, staged.header_units, words.parts
-    HEADER = PREFIX - 16 * UNITS
-    WORD, SCALES = 4 * staged.header_word(0), 4 * GROUPS
+    DIRECT, ROW_STEP = staged.direct, staged.token_steps[0] * ROW
+    OTHER_ROW, WORD, SCALES = staged.token_steps[1] * ROW, 4 * staged.header_word(0), 4 * GROUPS
     # chain j takes the MMAs of chunk `c` (with `part` and `m`) of step s: see the loops
     CHAINS = GROUPS if GROUPS > 1 else min(2, CHUNKS // 2 if IS_EXACT else CHUNKS)
     PER_GROUP = max(staged.fmt.group_size // SPAN, 1)  # chunks, of rows with more groups
@@ -241,18 +283,18 @@ def make_scores(staged, query, eights):
     AT_ONCE = GROUPS > 1 and not words.in_shared
     UNROLLED = max(1, MMAS_UNROLLED // (SIDE_BY_SIDE * TOGETHER))
     SUMS, WORDS = 4 * CHAINS * EIGHTS * TOGETHER, 4 * PAIRS * TOGETHER
-    unpack = make_unpack(staged.fmt)
+    unpack, (place_of, load_keys) = make_unpack(staged.fmt), _make_key_reader(staged)
     mma, (query_of, query_pair) = MMA[operand_of(staged.fmt)], _make_query_reader(words)
 
     @device_function
     def exact_products(sums, rows, lane, fragments):
-        matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+        place = place_of(rows, lane)
         for s in range(STEPS):
             for j in range(CHAINS):
                 c = j + CHAINS * s
                 if 2 * c < CHUNKS:
                     for h in range(TOGETHER):
-                        keys = load_matrix_x4(matrix + uint32(32 * c + 16 * ROW * h))
+                        keys = load_keys(place, 2 * c, h)
                         for e in range(EIGHTS):
                             at = 4 * ((h * CHAINS + j) * EIGHTS + e)
                             for part in range(QUERY_PARTS):
@@ -264,7 +306,7 @@ def make_scores(staged, query, eights):
         stop, last = min(start + UNROLLED, STEPS), min(chain + SIDE_BY_SIDE, CHAINS)
 
         @device_function
-        def steps(sums, codes, matrix, fragments):
+        def steps(sums, codes, place, fragments):
             for s in range(start, stop):
                 m = s % MMAS
                 for j in range(chain, last):
@@ -280,8 +322,7 @@ def make_scores(staged, query, eights):
                         for h in range(TOGETHER):
                             pair = 4 * (h * PAIRS + c // 2)
                             if not AT_ONCE and c % 2 == 0 and m == 0:
-                                at = matrix + uint32(PREFIX + 16 * c + 16 * ROW * h)
-                                store_sums(codes, pair, load_matrix_x4(at))
+                                store_sums(codes, pair, load_keys(place, c, h))
                             x0, x1 = unpack(codes[pair + 2 * (c % 2)], m, j % STRANDS)
                             y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m, j % STRANDS)
                             for e in range(EIGHTS):
@@ -298,20 +339,21 @@ def make_scores(staged, query, eights):
 
         @device_function
         def code_products(sums, rows, lane, fragments):
-            matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+            place = place_of(rows, lane)
             codes = cuda.local.array(WORDS, uint32)
             if AT_ONCE:
                 for pair in range(PAIRS):
                     for h in range(TOGETHER):
-                        at = matrix + uint32(PREFIX + 32 * pair + 16 * ROW * h)
-                        store_sums(codes, 4 * (h * PAIRS + pair), load_matrix_x4(at))
-            all_steps(sums, codes, matrix, fragments)
+                        store_sums(codes, 4 * (h * PAIRS + pair), load_keys(place, 2 * pair, h))
+            all_steps(sums, codes, place, fragments)
 
         return code_products
 
     @device_function
-    def load_headers(rows, lane):
-        at = rows + (lane & uint32(15)) * uint32(ROW) + uint32(HEADER)
+    def load_headers(scales, rows, lane):
+        if DIRECT:  # the query has zeros for the words that are no header
+            return scales[0], scales[1], scales[0], scales[1]
+        at = rows + (lane & uint32(15)) * uint32(ROW)
         if UNITS == 2:
             return load_matrix_x4(at + (lane >> uint32(4)) * uint32(16))
         d = load_matrix_x2(at)
@@ -330,9 +372,9 @@ def make_scores(staged, query, eights):
 
         @device_function
         def load_scales(scales, rows, lane):
-            mine = rows + (lane >> uint32(2)) * uint32(ROW) + uint32(HEADER)
+            mine = rows + (lane >> uint32(2)) * uint32(ROW_STEP)
             for half in range(2):  # rows g and g + 8
-                at = mine + uint32(8 * ROW * half)
+                at = mine + uint32(OTHER_ROW * half)
                 if GROUPS >= 4:
                     for i in range(first_unit, last_unit):
                         store_sums(
@@ -352,7 +394,7 @@ def make_scores(staged, query, eights):
 
         @device_function
         def part_of_scores(scores, rows, lane, fragments):
-            here = rows + uint32(16 * ROW * first)
+            here = rows + uint32(HALF * first)
             sums = cuda.local.array(SUMS, float32)
             for i in range(SUMS):
                 sums[i] = float32(0)
@@ -361,10 +403,10 @@ def make_scores(staged, query, eights):
             for h in range(TOGETHER):
                 if not IS_EXACT:
                     scales = cuda.local.array(SCALES, uint32)
-                    half = here + uint32(16 * ROW * h)
+                    half = here + uint32(HALF * h)
                     load_scales(scales, half, lane)
                     if starts:
-                        headers = load_headers(half, lane)
+                        headers = load_headers(scales, half, lane)
                 for e in range(EIGHTS):
                     at = 4 * (h * CHAINS * EIGHTS + e)
                     target = 8 * e + 4 * (first + h)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvquant.rows.format import RowFormat
@@ -242,7 +242,9 @@ class DecodeSpec(Spec):
     def rows(self, path: Path) -> tuple[StagedRow, ...]:
         """K and V of a path in shared memory."""
         dense = path.dense and path.place != "ring"
-        return tuple(StagedRow(fmt, dense) for fmt in (path.k_format, path.v_format))
+        rows = tuple(StagedRow(fmt, dense) for fmt in (path.k_format, path.v_format))
+        direct = not self.is_wide and all(row.may_be_direct for row in rows)
+        return tuple(replace(row, direct=direct) for row in rows)
 
     def stages_of(self, path: Path) -> int:
         """Tiles in a warp's ring on a path; the second has few tokens and should not cost room."""

@@ -5,6 +5,10 @@
     B  16 tokens x 8 columns: P, turned from the scores' fragment by movmatrix, in registers
     D  the output: elements of unit g, columns 2t and 2t + 1
 
+Of direct rows lane (g, t) loads word g of two chunks, of tokens 8t + i and 8t + 4 + i, which are
+rows 2t and 2t + 1 of matrix i. The low halves are unit 2g of the chunks, the high ones unit 2g + 1.
+INT3 makes two words of it, of even and odd elements, for four chunks.
+
 Scales are multiplied into P. The transposed header holds a scale or a shift in each unit: one more
 MMA gives the sums of the shifts, and with unit 0 replaced by ones the sum of P as it was rounded. P
 counts from a reference below the maximum by `headroom` powers of two, as many as the largest scale
@@ -13,7 +17,7 @@ so far allows in fp16.
 
 from numba import cuda, float32, int32, uint32
 
-from ..device.codes import MMA, make_pair_factor, make_unpack
+from ..device.codes import MMA, halves_of, make_load_word, make_pair_factor, make_unpack
 from ..device.fragments import load_pair, load_sums, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -21,6 +25,7 @@ from ..device.ptx import (
     float_bits,
     load_matrix_x2_t,
     load_matrix_x4_t,
+    load_shared_u32,
     lost_f16,
     maximum_f16,
     mma_f16,
@@ -42,11 +47,18 @@ HEADROOM = 11  # powers of two that P may exceed 2**4 by; P and P * scale stay b
 def make_load_header(staged):
     """Make the function from 16 rows to their headers as A fragments; zeros for 16-bit rows."""
     ROW, UNITS = staged.stride, staged.header_units
-    HEADER = staged.prefix - 16 * UNITS
+
+    @device_function
+    def load_words(rows, lane):
+        at = rows + (lane & uint32(3)) * uint32(8 * ROW)
+        a, b = load_shared_u32(at), load_shared_u32(at + uint32(4 * ROW))
+        x, y = load_shared_u32(at + uint32(ROW)), load_shared_u32(at + uint32(5 * ROW))
+        odd = lane & uint32(4)  # units: those of shifts
+        return halves_of(a, b, odd), halves_of(a, b, 0), halves_of(x, y, odd), halves_of(x, y, 0)
 
     @device_function
     def load_header(rows, lane):
-        at = rows + (lane & uint32(15)) * uint32(ROW) + uint32(HEADER)
+        at = rows + (lane & uint32(15)) * uint32(ROW)
         if UNITS == 2:
             h = load_matrix_x4_t(at + (lane >> uint32(4)) * uint32(16))
             return h[0], h[2], h[1], h[3]
@@ -55,7 +67,7 @@ def make_load_header(staged):
             return d[0], uint32(0), d[1], uint32(0)
         return uint32(0), uint32(0), uint32(0), uint32(0)
 
-    return load_header
+    return load_words if staged.direct else load_header
 
 
 def make_largest_scales(staged):
@@ -83,6 +95,49 @@ def headroom_of(scale):
     return room, pack_f16(power, power)
 
 
+def _make_reader(staged):
+    """Three functions: where a lane reads in 16 rows, its words of codes from chunk c on then, and
+    of these the words of a chunk, for an MMA's first 8 tokens and for the others."""
+    ROW, PREFIX, STRANDS = staged.stride, staged.prefix, staged.strands
+
+    @device_function
+    def matrix_of(rows, lane):
+        return rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+
+    @device_function
+    def load_matrices(matrix, c):
+        return load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
+
+    @device_function
+    def of_matrices(words, c):
+        return words[2 * (c % 2)], words[2 * (c % 2) + 1]
+
+    if not staged.direct:
+        return matrix_of, load_matrices, of_matrices
+    load_word = make_load_word(staged.fmt)
+
+    @device_function
+    def rows_of(rows, lane):
+        codes = rows + (lane & uint32(3)) * uint32(8 * ROW) + uint32(PREFIX)
+        return uint32(codes), uint32(lane >> uint32(2))
+
+    @device_function
+    def load_words(place, c):
+        codes, g = place
+        part = uint32(g + uint32(4 * c // STRANDS))
+        a, b = load_word(codes, part), load_word(uint32(codes + uint32(4 * ROW)), part)
+        codes = uint32(codes + uint32(ROW))
+        return a + b + load_word(codes, part) + load_word(uint32(codes + uint32(4 * ROW)), part)
+
+    @device_function
+    def of_words(words, c):
+        i, high = c % STRANDS, c // STRANDS % 2
+        first = halves_of(words[i], words[STRANDS + i], high)
+        return first, halves_of(words[2 * STRANDS + i], words[3 * STRANDS + i], high)
+
+    return rows_of, load_words, of_words
+
+
 def make_accumulate(staged, query, eights):
     """The function that adds P V of 16 tokens to the sums, and to those of the header.
 
@@ -91,35 +146,36 @@ def make_accumulate(staged, query, eights):
     """
     PRECISE = query == "fp16"
     EIGHTS, SUMS, PAIRS = eights, staged.sums, 2 * eights
-    ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
+    CHUNKS, SPAN, DIRECT = staged.chunks, staged.span, staged.direct
     GROUP, PARTS, MMAS = staged.group_span, staged.parts, staged.mmas
     IS_EXACT, FIRST_WORD = staged.fmt.is_exact, staged.header_word(0)
     STEP, STRANDS = SPAN // 8, staged.strands  # STEP: elements in a unit
     ONES, mma = ONE[operand_of(staged.fmt)], MMA[operand_of(staged.fmt)]
-    unpack = make_unpack(staged.fmt)
+    unpack, PERIOD = make_unpack(staged.fmt), 2 * STRANDS if DIRECT else 2
+    place_of, load_codes, words_of = _make_reader(staged)
 
     def make_piece(start, stop):
         @device_function
-        def add_chunks(sums, scaled, rest, matrix, header, p, lane):
+        def add_chunks(sums, scaled, rest, place, header, p, lane):
             g = lane >> uint32(2)
             for c in range(start, stop):
-                if c % 2 == 0:
-                    codes = load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
+                if c % PERIOD == 0:
+                    codes = load_codes(place, c)
                 for part in range(PARTS):
                     if PARTS > 1 or c * SPAN % GROUP == 0:
                         unit = 2 * (FIRST_WORD + c * SPAN // GROUP + part)
                         source = uint32(4 * (unit % 8)) + (lane & uint32(3))
-                        low = header[0] if unit < 8 else header[1]
-                        high = header[2] if unit < 8 else header[3]
-                        low, high = word_from_lane(low, source), word_from_lane(high, source)
+                        low = header[0] if unit < 8 and not DIRECT else header[1]
+                        high = header[2] if unit < 8 and not DIRECT else header[3]
+                        if not DIRECT:  # there each lane has the scales of its tokens
+                            low, high = word_from_lane(low, source), word_from_lane(high, source)
                         for i in range(0, PAIRS, 2):
                             scaled[i] = multiply_f16(p[i], low)
                             scaled[i + 1] = multiply_f16(p[i + 1], high)
                             if PRECISE:
                                 rest[i] = lost_f16(p[i], low, scaled[i])
                                 rest[i + 1] = lost_f16(p[i + 1], high, scaled[i + 1])
-                    x = codes[0] if c % 2 == 0 else codes[2]
-                    y = codes[1] if c % 2 == 0 else codes[3]
+                    x, y = words_of(codes, c)
                     if PARTS > 1 and g * uint32(STEP) // uint32(GROUP) != uint32(part):
                         x = uint32(0)
                         y = uint32(0)
@@ -141,7 +197,7 @@ def make_accumulate(staged, query, eights):
     @device_function
     def accumulate(sums, header_sums, rows, header, p, lane):
         g = lane >> uint32(2)
-        matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+        place = place_of(rows, lane)
         first, second = header[0], header[2]
         if g == uint32(0):
             first = uint32(ONES)
@@ -155,7 +211,7 @@ def make_accumulate(staged, query, eights):
             store_sums(header_sums, 4 * e, shifted)
         if IS_EXACT:
             for c in range(CHUNKS // 2):
-                w = load_matrix_x4_t(matrix + uint32(32 * c))
+                w = load_codes(place, 2 * c)
                 for e in range(EIGHTS):
                     i = e * SUMS + 4 * c
                     a = mma((w[0], w[2], w[1], w[3]), load_pair(p, 2 * e), load_sums(sums, i))
@@ -163,7 +219,7 @@ def make_accumulate(staged, query, eights):
             return
         scaled = cuda.local.array(PAIRS, uint32)
         rest = cuda.local.array(PAIRS, uint32)
-        add_all(sums, scaled, rest, matrix, header, p, lane)
+        add_all(sums, scaled, rest, place, header, p, lane)
 
     return accumulate
 
@@ -187,6 +243,7 @@ def _make_put_eight(staged, e, start, stop):
     GROUP, IS_EXACT, STRANDS = staged.group_span, FMT.is_exact, staged.strands
     FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a column
     STEP, pair_factor = SPAN // 8, make_pair_factor(FMT)
+    UNITS = 2 if staged.direct else 1  # one after another that a lane has, in as many chunks
 
     @device_function
     def put_eight(target, sums, header_sums, factors, lane):
@@ -221,8 +278,9 @@ def _make_put_eight(staged, e, start, stop):
                 i = FIRST + (c * MMAS + m) * 4
                 f = float32(FACTOR) / float32(pair_factor(2 * m, c % STRANDS))
                 f_odd = float32(FACTOR) / float32(pair_factor(2 * m + 1, c % STRANDS))
-                d = uint32(STRANDS * (SPAN * (c // STRANDS) + 2 * m) + c % STRANDS)
-                d += uint32(STRANDS * STEP) * g
+                one = c // STRANDS
+                d = UNITS * SPAN * (one // UNITS) + STEP * (one % UNITS) + 2 * m
+                d = uint32(STRANDS * d + c % STRANDS) + uint32(STRANDS * STEP * UNITS) * g
                 if d < uint32(DIM):
                     at = here + uint32(4) * d
                     x0 = (sums[i] * f + shift0) * first

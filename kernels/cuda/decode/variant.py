@@ -81,6 +81,7 @@ def make_change_scores(spec, path):
     SLOPE, LAG = spec.word_at("slope"), spec.word_at("lag")
     CAP = spec.places.get("soft_cap", 0)
     position_of = make_position_of(path is spec.first)
+    ROW, MATRIX = spec.rows(path)[0].token_steps
 
     @device_function
     def change_nothing(scores, factors, first, lane, kept, common, counts):
@@ -117,7 +118,8 @@ def make_change_scores(spec, path):
                 last = int32(int32(counts[1] + counts[2]) - int32(1))
                 for i in range(4):
                     j = 8 * e + 2 * i
-                    row = int32(first + int32(lane >> uint32(2)) + int32(8 * i))
+                    row = int32(first + int32(uint32(ROW) * uint32(lane >> uint32(2))))
+                    row = int32(row + int32(MATRIX * i))
                     distance = float32(int32(position_of(row, counts) - last))
                     scores[j] += bits_float(slope[0]) * distance + bits_float(lag[0])
                     scores[j + 1] += bits_float(slope[1]) * distance + bits_float(lag[1])

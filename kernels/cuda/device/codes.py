@@ -38,7 +38,7 @@ from .ptx import (
     permute,
     select_bits,
 )
-from .row_layout import bits_apart
+from .row_layout import bits_apart, strands_of
 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, for permute
 
@@ -127,10 +127,6 @@ def make_load_codes(fmt):
         return nibbles_of(low, high_bits(high, which))
 
     @device_function
-    def load_one(codes, part):
-        return (load_shared_u32(codes + uint32(4) * part),)
-
-    @device_function
     def load_two(codes, part):
         return load_shared_u32x2(codes + uint32(8) * part)
 
@@ -138,7 +134,23 @@ def make_load_codes(fmt):
     def load_four(codes, part):
         return load_shared_u32x4(codes + uint32(16) * part)
 
-    return fmt.pick(quarters=load_one, planes=load_planes, nibbles=load_two, bytes=load_four)
+    return fmt.pick(quarters=load_word, planes=load_planes, nibbles=load_two, bytes=load_four)
+
+
+def make_load_word(fmt):
+    """The function that loads the `part`-th word of the row at `codes`; two of INT3's nibbles."""
+    return make_load_codes(fmt) if strands_of(fmt) > 1 else load_word
+
+
+@device_function
+def halves_of(one, other, high):
+    """The low halves of two words as a word, or the high ones."""
+    return permute(one, other, uint32(HIGH_HALVES) if high else uint32(LOW_HALVES))
+
+
+@device_function
+def load_word(codes, part):
+    return (load_shared_u32(codes + uint32(4) * part),)
 
 
 @device_function

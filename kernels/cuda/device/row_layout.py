@@ -7,9 +7,10 @@ ldmatrix reads 8 rows x 16 bytes at once, without bank conflicts if rows are an 
 16-byte units apart. A 256-byte row gets a 17th unit. Rows of twice an odd number of units (96, 160,
 224, 288, 544 bytes) stay: padding costs more than their conflicts.
 
-A row whose length is no multiple of 16, such as 68 bytes, is realigned: 12 bytes before its header
-make its codes start at a unit. Until then dense rows stand as in global memory, others as the
-16-byte windows that cover them:
+A row whose length is no multiple of 16, such as 68 bytes, is *direct* or realigned. Dense rows of a
+single group whose chunks pair up are direct, if K and V both are: lanes load words as they landed
+(may_be_direct, token_steps). Others are realigned: 12 bytes before the header let codes start at a
+unit. Until then dense rows stand as in global memory, others as 16-byte windows that cover them:
 
     landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
                           0      shift                16 * windows
@@ -38,6 +39,7 @@ UNIT = 16  # bytes
 WORD = 4
 ELEMENTS = 16  # of a row that a lane has
 STAGES = 4  # of a warp's ring of rows
+WIDEST_DIRECT = 256  # elements of a row that is read where it landed: wider ones would spill
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
 # of a block that multiplies rows by a matrix (products.py): as many rows of a group as warps, and
 # the columns of the matrix that it has at a time
@@ -177,10 +179,12 @@ class StagedRow:
     """The facts of a format in shared memory, for constants of a kernel.
 
     dense: whether rows have no gaps in global memory.
+    direct: whether lanes read rows by words where they landed.
     """
 
     fmt: RowFormat
     dense: bool = True
+    direct: bool = False
 
     def __post_init__(self) -> None:
         fmt, span = self.fmt, self.span
@@ -199,8 +203,9 @@ class StagedRow:
 
     @property
     def prefix(self) -> int:
-        """Bytes before the codes: the header and the pad that aligns the codes."""
-        return 0 if self.fmt.is_exact else max(UNIT, self.fmt.header_bytes)
+        """Bytes before the codes: the header and, unless rows are direct, the pad that aligns the
+        codes."""
+        return max(0 if self.fmt.is_exact or self.direct else UNIT, self.fmt.header_bytes)
 
     @property
     def chunks(self) -> int:
@@ -221,13 +226,36 @@ class StagedRow:
 
     @property
     def stride(self) -> int:
-        """Bytes from a row to the next: a number of units that is no multiple of 4."""
+        """Bytes from a row to the next: a number of units that is no multiple of 4; an odd number
+        of words of direct rows."""
+        if self.direct:
+            return self.fmt.row_bytes
         return self._spread(self.prefix // UNIT + self.chunks, 4)
 
     @property
     def realigned(self) -> bool:
         """Whether rows are moved in shared memory before ldmatrix reads them."""
-        return bool(self.fmt.row_bytes % UNIT or self.fmt.header_bytes % UNIT)
+        is_off = bool(self.fmt.row_bytes % UNIT or self.fmt.header_bytes % UNIT)
+        return is_off and not self.direct
+
+    @property
+    def may_be_direct(self) -> bool:
+        """Whether lanes can read rows by words where they landed. Such rows have an odd number of
+        words, and chunks in pairs: a word of V holds units of two."""
+        fmt, pair = self.fmt, 2 * self.strands * self.span
+        fits = fmt.head_dim % pair == 0 and fmt.head_dim <= WIDEST_DIRECT
+        return self.dense and self.realigned and fmt.groups == 1 and fits
+
+    @property
+    def token_steps(self) -> tuple[int, int]:
+        """Tokens from a row of an 8x8 matrix to the next, and from a matrix to the next. Of direct
+        rows every fourth: with an odd number of words a row the lanes of a load share no bank."""
+        return (4, 1) if self.direct else (1, 8)
+
+    @property
+    def half(self) -> int:
+        """Bytes from a row of an MMA's 16 to that of the tile's other MMA."""
+        return 2 * self.token_steps[1] * self.stride
 
     @property
     def windows(self) -> int:
@@ -249,7 +277,7 @@ class StagedRow:
     @property
     def header_units(self) -> int:
         """Units that hold the header: 4 groups each; 0 for 16-bit rows."""
-        return 0 if self.fmt.is_exact else self.prefix // UNIT
+        return -(-self.prefix // UNIT)
 
     def header_word(self, group: int) -> int:
         """The word of a group's scale and shift, counted from the first unit of the header."""

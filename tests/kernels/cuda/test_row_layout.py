@@ -57,6 +57,24 @@ def test_codes_are_aligned_and_copies_fill_the_row(fmt: RowFormat) -> None:
     )
 
 
+@pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
+def test_lanes_that_load_words_of_direct_rows_share_no_bank(fmt: RowFormat) -> None:
+    if not StagedRow(fmt).may_be_direct:
+        assert str(fmt) not in "int4 int8 fp8" or fmt.head_dim % 64 or fmt.head_dim > 256
+        return
+    row = StagedRow(fmt, direct=True)
+    assert row.landing == row.stride == row.fmt.row_bytes and not row.realigned
+    of_row, of_matrix = row.token_steps
+    tokens = {of_row * g + of_matrix * i for g in range(8) for i in range(4)}
+    assert tokens == set(range(32)), "matrices have each token of a tile once"
+    words = row.stride // 4
+    for i in range(4):
+        k = {(words * (of_row * g + of_matrix * i) + t) % 32 for g in range(8) for t in range(4)}
+        pairs = [of_row * 2 * t + of_matrix * i for t in range(4)]
+        v = {(words * token + g) % 32 for token in pairs for g in range(8)}
+        assert len(k) == len(v) == 32
+
+
 def test_groups_that_do_not_line_up_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="groups of 24 do not line up with the 32 elements"):
         StagedRow(RowFormat.parse("int4-g4", 96))

@@ -294,6 +294,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"lens": [33, 0, 70, 1], "variant": {name: LINEAR[name]}} for name in LINEAR},
     "tree_mask": {**TREE, "heads": [2, 1], "variant": {"tree_mask": True}},
     "all": {**TREE, "heads": [4, 2], "columns": 16, "variant": ALL},
+    "all, direct rows": {**TREE, "k": "int4", "heads": [4, 2], "columns": 16, "variant": ALL},
     "all, one query": {"lens": [33, 0, 370, 1], "splits": [3], "variant": LINEAR, "query": "fp16"},
     "without positions, three segments in any order": of("exact=bf16 splits=[1,1,1]")
     | {"variant": {"sink_logits": True, "soft_cap": 2.0, "score_offsets": True}},
