@@ -156,7 +156,7 @@ def matrix() -> list[tuple[str, str]]:
             (text, arch)
             for text in ALL
             for arch in ARCHS
-            if "crowded" not in text or arch not in (*SMALL, "sm_80")  # they have less memory
+            if "crowded" not in text or arch not in SMALL  # they have less memory
         ]
         return [one for one in every if one[0] not in TOO_LARGE or one[1] not in SMALL]
     return [*SOME]
