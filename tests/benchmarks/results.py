@@ -19,7 +19,8 @@ measured and the date:
     h200-windows                            tests/benchmarks/bench_wide.py
     h200-few                                kvquant bench with int4-g4 and pairs of int2, int3 and
                                             int4, for 512 x 8:1 x 8,192 and 64 x 32:8 x 32,768, with
-                                            the next commit's table of plans. We joined the files
+                                            the merge's table of plans, which has fewer rows. We
+                                            joined the files
     h200-plan-step                          tests/benchmarks/bench_step.py
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3
@@ -33,9 +34,13 @@ measured and the date:
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     cpu-step                                tests/benchmarks/bench_cpu_step.py, on the machine of
                                             zen4-decode, with other tests stopped
-    h200-coder-step                         bench_model.py --model, two calls that ended after one
+    h200-coder-step                         bench_model.py --model, three calls that ended after one
                                             case each, the second of commit 14282171, with other
-                                            jobs on the other GPU. We kept the 12 longest kernels
+                                            jobs on the other GPU, the third of 27b4d922, on another
+                                            machine. We kept the 12 longest kernels
+    h200-coder-captured                     bench_model.py --model --way captured --way DynamicCache
+                                            beside tests that were stopped while it timed. We
+                                            kept the 12 longest kernels
     zen4-decode                             kvquant bench --device cpu
     xeon-decode                             the same --format int4-g4 --format int8, on the GPU's
                                             host, with other jobs on its other cores
@@ -208,7 +213,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/cache/README.md": [settings(), tabled("ranks"), tabled("ranks of a model")],
         "kvquant/hf/README.md": [
             *(probed(), said("steps"), tabled("steps"), said("coder steps")),
-            tabled("coder steps"),
+            *(tabled("coder steps"), said("coder captured"), tabled("coder captured")),
             cpu_steps(),
             *(said("latent steps"), tabled("latent steps")),
         ],
@@ -252,8 +257,9 @@ SENTENCES = {
     ),
     "coder steps": (
         "h200-coder-step",
-        "Qwen2.5-Coder-1.5B, {cases[0][tokens]:,} tokens, the default, one {gpu}, {day}",
+        "Qwen2.5-Coder-1.5B, the default, one {gpu}, {day}",
     ),
+    "coder captured": ("h200-coder-captured", "The same model without compilation, {day}"),
     "vllm-32": ("vllm-32", ENGINES),
 }
 WAYS = {
@@ -264,6 +270,8 @@ WAYS = {
     "StaticCache, compiled": "`StaticCache`, compiled",
 }
 MS = {title: f"{{ms[{name}]:.1f}}" for name, title in WAYS.items()}
+SIZES = {"batch": "{batch}", "tokens": "{tokens:,}"}
+CAPTURED = {"`CapturedStep`, plan": "{ms[captured, plan]:.1f}"}
 STATES = {
     "preempted": "after preemption",
     "chunks": "chunks of 256",
@@ -289,12 +297,12 @@ TABLES: dict[str, tuple[str, str, dict[str, str]]] = {
     "coder steps": (
         "h200-coder-step",
         "cases",
-        {"batch": "{batch}"}
-        | MS
-        | {
-            "compiled, plan": "{ms[compiled, plan]:.1f}",
-            "`CapturedStep`, plan": "{ms[captured, plan]:.1f}",
-        },
+        SIZES | MS | {"compiled, plan": "{ms[compiled, plan]:.1f}"} | CAPTURED,
+    ),
+    "coder captured": (
+        "h200-coder-captured",
+        "cases",
+        SIZES | {title: MS[title] for title in ("`CapturedStep`", "`DynamicCache`")} | CAPTURED,
     ),
     "ranks": (
         "ranks",
@@ -858,7 +866,7 @@ def settings() -> str:
 
 def speed() -> str:
     """How many times as fast as named peers."""
-    of_shape, steps = int4_cases(), read("h200-coder-step")["cases"]
+    of_shape, (first, *_, last) = int4_cases(), read("h200-coder-step")["cases"]
     (default,) = [one for one in read("h200-defaults")["decode"] if one["k_format"] == "int8-g4"]
     found = []
     many = "64 sequences of 8,192 tokens"
@@ -872,10 +880,11 @@ def speed() -> str:
     ratio = of_peer(cases("zen4-decode")[0])["ratio"]
     peer = "torch's fastest attention"
     found.append(("attention, 2 cores, AMD Zen 4", "`int4-g4`", peer, ratio))
-    for one in steps:
+    for one in (first, last):
         what = f"step of Coder-1.5B, {one['batch']} sequences of {one['tokens']:,} tokens, H200"
-        ratio = one["ms"]["StaticCache, compiled"] / one["ms"]["compiled"]
-        found.append((what, "default", "transformers' `StaticCache`, compiled", ratio))
+        name = min("StaticCache, compiled", "DynamicCache", key=one["ms"].__getitem__)
+        ratio = one["ms"][name] / one["ms"]["compiled"]
+        found.append((what, "default", f"transformers' {WAYS[name]}", ratio))
     engines = read("vllm-batches")["engines"]
     what = "vLLM, Coder-1.5B, 256 sequences of 8,192 tokens, H200"
     for name in ("flash", "flash-fp8"):
