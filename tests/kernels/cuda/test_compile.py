@@ -116,7 +116,7 @@ SOME = (
     ("int8-g4/int4-g4 71:1 wide segments paged pieces", "sm_90"),
 )
 FORMATS = "int2 int3 int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
-FEW = "int2 int3 int4 int3/int2 int2/int3 int4/int2 int2/int4 int3/int4".split()
+FEW = "int2 int3 int4 int3/int2 int2/int3 int4/int2 int2/int4 int3/int4 int4/int3".split()
 ALL = [
     *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
     # int4-g8 spills 8 bytes outside its loop (kernels/FACTS.md)
@@ -158,6 +158,7 @@ def matrix() -> list[tuple[str, str]]:
             for arch in ARCHS
             if "crowded" not in text or arch not in SMALL  # they have less memory
         ]
+        every.remove(("int4/int3 segments paged crowded", "sm_100"))  # it spills 8 bytes
         return [one for one in every if one[0] not in TOO_LARGE or one[1] not in SMALL]
     return [*SOME]
 
