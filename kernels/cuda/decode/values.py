@@ -97,7 +97,7 @@ def headroom_of(scale):
 
 def _make_reader(staged):
     """Three functions: where a lane reads in 16 rows, its words of codes from chunk c on then, and
-    of these the words of a chunk, for an MMA's first 8 tokens and for the others."""
+    of direct rows' words those of a chunk, for an MMA's first 8 tokens and for the others."""
     ROW, PREFIX, STRANDS = staged.stride, staged.prefix, staged.strands
 
     @device_function
@@ -108,12 +108,8 @@ def _make_reader(staged):
     def load_matrices(matrix, c):
         return load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
 
-    @device_function
-    def of_matrices(words, c):
-        return words[2 * (c % 2)], words[2 * (c % 2) + 1]
-
     if not staged.direct:
-        return matrix_of, load_matrices, of_matrices
+        return matrix_of, load_matrices, None
     load_word = make_load_word(staged.fmt)
 
     @device_function
@@ -175,7 +171,11 @@ def make_accumulate(staged, query, eights):
                             if PRECISE:
                                 rest[i] = lost_f16(p[i], low, scaled[i])
                                 rest[i + 1] = lost_f16(p[i + 1], high, scaled[i + 1])
-                    x, y = words_of(codes, c)
+                    if DIRECT:
+                        x, y = words_of(codes, c)
+                    else:
+                        x = codes[0] if c % 2 == 0 else codes[2]
+                        y = codes[1] if c % 2 == 0 else codes[3]
                     if PARTS > 1 and g * uint32(STEP) // uint32(GROUP) != uint32(part):
                         x = uint32(0)
                         y = uint32(0)
