@@ -19,8 +19,8 @@ measured and the date:
     h200-windows                            tests/benchmarks/bench_wide.py
     h200-few                                kvquant bench with int4-g4 and pairs of int2, int3 and
                                             int4, for 512 x 8:1 x 8,192 and 64 x 32:8 x 32,768, with
-                                            the merge's table of plans, which has fewer rows. We
-                                            joined the files
+                                            fewer measured plans; addresses of K were folded later
+                                            (621a3d1e). We joined the files
     h200-plan-step                          tests/benchmarks/bench_step.py
     h200-tune                               tests/benchmarks/bench_tune.py --quick --format int2
                                             --format int3

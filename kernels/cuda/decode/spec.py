@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ HALF = RUN  # those of them that have a page of their own, but where pages are s
 MOST_COLUMNS = 16  # of a warp: the sums of more take too many registers
 WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more than 8
 # of a thread in a crowded kernel: an SM has registers for 16 warps, in place of 12 with up to 168.
-# With 2 and 3 bits and a window an H200 takes .85 to .98 of the time (scratch, 2026-11-30)
+# With few bits and a window an H200 takes .85 to .98 of the time (scratch, 2026-11-30)
 FEW_REGISTERS = 128
 MOST_IN_REGISTERS = 256  # head_dim of keys whose queries stay in registers
 MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
@@ -182,7 +183,7 @@ class DecodeSpec(Spec):
 
     @property
     def may_be_crowded(self) -> bool:
-        """Whether FEW_REGISTERS are known to be enough (test_compile.py)."""
+        """Whether FEW_REGISTERS are enough, but for 8 bytes of one kernel (test_compile.py)."""
         formats = self.first.k_format, self.first.v_format
         is_usual = all(
             one.groups == 1 and one.head_dim == WIDE_HEAD_DIM and one.facts.is_integer
@@ -244,10 +245,7 @@ class DecodeSpec(Spec):
 
     def rows(self, path: Path) -> tuple[StagedRow, ...]:
         """K and V of a path in shared memory."""
-        dense = path.dense and path.place != "ring"
-        rows = tuple(StagedRow(fmt, dense) for fmt in (path.k_format, path.v_format))
-        direct = not self.is_wide and all(row.may_be_direct for row in rows)
-        return tuple(replace(row, direct=direct) for row in rows)
+        return _staged_rows(path, self.is_wide)
 
     def stages_of(self, path: Path) -> int:
         """Tiles in a warp's ring on a path; the second has few tokens and should not cost room."""
@@ -359,6 +357,16 @@ class DecodeSpec(Spec):
     def most_parts(self) -> int:
         """Parts of a unit that the merge has room for."""
         return self.asked_at // (4 * self.block_columns) // AHEAD * AHEAD
+
+
+@functools.lru_cache(256)
+def _staged_rows(path: Path, is_wide: bool) -> tuple[StagedRow, ...]:
+    """K and V of a path in shared memory: direct if both may be."""
+    dense = path.dense and path.place != "ring"
+    rows = tuple(StagedRow(fmt, dense) for fmt in (path.k_format, path.v_format))
+    if is_wide or not all(row.may_be_direct for row in rows):
+        return rows
+    return tuple(replace(row, direct=True) for row in rows)
 
 
 def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:

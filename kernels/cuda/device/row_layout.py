@@ -8,9 +8,10 @@ ldmatrix reads 8 rows x 16 bytes at once, without bank conflicts if rows are an 
 224, 288, 544 bytes) stay: padding costs more than their conflicts.
 
 A row whose length is no multiple of 16, such as 68 bytes, is *direct* or realigned. Dense rows of a
-single group whose chunks pair up are direct, if K and V both are: lanes load words as they landed
-(may_be_direct, token_steps). Others are realigned: 12 bytes before the header let codes start at a
-unit. Until then dense rows stand as in global memory, others as 16-byte windows that cover them:
+single group whose chunks pair up are direct, up to 256 elements, if K and V both are: lanes load
+words as they landed (may_be_direct, token_steps), without a pad. Others are realigned: 12 bytes
+before the header let codes start at a unit. Until then dense rows stand as in global memory, others
+as 16-byte windows that cover them:
 
     landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
                           0      shift                16 * windows

@@ -59,8 +59,10 @@ def test_codes_are_aligned_and_copies_fill_the_row(fmt: RowFormat) -> None:
 
 @pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
 def test_lanes_that_load_words_of_direct_rows_share_no_bank(fmt: RowFormat) -> None:
-    if not StagedRow(fmt).may_be_direct:
-        assert str(fmt) not in "int4 int8 fp8" or fmt.head_dim % 64 or fmt.head_dim > 256
+    pair = {"int2": 128, "int3": 128, "int4": 64, "int8": 32, "fp8": 32}.get(str(fmt))
+    is_whole = pair is not None and fmt.head_dim % pair == 0 and fmt.head_dim <= 256
+    assert StagedRow(fmt).may_be_direct == is_whole
+    if not is_whole:
         return
     row = StagedRow(fmt, direct=True)
     assert row.landing == row.stride == row.fmt.row_bytes and not row.realigned

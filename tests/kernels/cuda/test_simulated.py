@@ -283,6 +283,9 @@ PIECES: dict[str, dict[str, Any]] = {
     "blocks that share a KV head": of("k=int4 heads=[10,1] lens=[37,2] q_lens=[2,1] splits=[2]"),
     "no lse": of("heads=[4,1] want_lse=False lens=[0,1,33] q_lens=[2,1,4] splits=[2] rest=1"),
 }
+CASES["the largest values, direct rows"] = of(
+    "k=int8 v=int4 lens=[70,200] k_scale=1e5 v_scale=1e5 q_scale=1e-5"
+)
 CASES |= {f"pieces, {name}": {**case, "ragged": True} for name, case in PIECES.items()}
 # variants (variant.py): the tensors of a field that is True are random
 TREE = {"q_len": 4, "q_lens": [4, 2, 0, 4, 3, 4], "lens": [33, 1, 40, 66, 0, 2]}
@@ -338,7 +341,8 @@ USUAL = (
     "on Hopper",
     "on Hopper, a window, queries",
     "sinks and recent rows at their sequence slots",
-    "variant, all, one query",
+    "variant, all, direct rows",
+    "the largest values, direct rows",
 )
 
 Results = dict[str, dict[str, Any]]

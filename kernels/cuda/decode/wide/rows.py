@@ -177,12 +177,12 @@ def make_feed_exact(spec, fmt, order):
 
 def _make_load_row(staged):
     """The function that loads a row's header and codes, all before the first number is stored."""
-    UNITS, FIRST = staged.header_units + staged.chunks, staged.prefix - 16 * staged.header_units
+    UNITS = staged.header_units + staged.chunks
 
     @device_function
     def load_row(words, row):
         for i in range(UNITS):
-            store_sums(words, 4 * i, load_shared_u32x4(uint32(row + uint32(FIRST + 16 * i))))
+            store_sums(words, 4 * i, load_shared_u32x4(uint32(row + uint32(16 * i))))
 
     return load_row
 
