@@ -24,7 +24,7 @@ from kvquant.calibration.windows import LEAST_PASSAGES, LEAST_SCORED, spread
 from kvquant.errors import ConfigError, NonFiniteError
 from kvquant.hf.models.configs import CacheLayers, cache_layers, new_cache
 from kvquant.io.plan import CachePlan
-from kvquant.io.plan_store import RUINED, SAFE
+from kvquant.io.plan_store import RUINED, SAFE, SAFE_FOR_LONG
 from kvquant.report.page import Section, Table, text
 from kvquant.rows.defaults import RECENT, SINKS, default_format
 from kvquant.rows.format import RowFormat, mean_bits
@@ -335,8 +335,9 @@ def render(found: dict[str, Any]) -> str:
         )
     told.append(
         "KL: how far the predictions of the next token are from those with the 16-bit cache, in "
-        f"nats a token; 0 is no change. Safe: up to {SAFE}. Do not use: from {RUINED} on. Measured "
-        f"on {found['scored']} tokens after {found['context']} others, in {found['seconds']:.0f} s."
+        f"nats a token; 0 is no change. Safe: up to {SAFE}; for answers of a thousand tokens or "
+        f"more, up to {SAFE_FOR_LONG}. Do not use: from {RUINED} on. Measured on "
+        f"{found['scored']} tokens after {found['context']} others, in {found['seconds']:.0f} s."
     )
     return text(told)
 

@@ -142,7 +142,7 @@ from public_tables import (
 )
 
 from kvquant import KVCache, RowFormat
-from kvquant.io.plan_store import RUINED, SAFE
+from kvquant.io.plan_store import RUINED, SAFE, SAFE_FOR_LONG
 from kvquant.rows.defaults import default_format
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -844,7 +844,9 @@ SETTINGS = (
         "`kvquant check` calls it safe for your model",
     ),
 )
-SAFE_UP_TO = f"Up to {SAFE} `kvquant check` calls a cache safe"
+SAFE_UP_TO = (
+    f"Up to {SAFE} `kvquant check` calls a cache safe, up to {SAFE_FOR_LONG} for long answers"
+)
 
 
 def public_overview() -> list[str]:
@@ -955,8 +957,8 @@ def fidelity_page() -> list[str]:
 def limits() -> str:
     """The limits of the verdicts."""
     return (
-        f"`kvquant check` calls a KL of at most {SAFE:g} safe, and one of {RUINED:g} or more "
-        "a reason not to use the cache"
+        f"`kvquant check` calls a KL of at most {SAFE:g} safe, for long answers of at most "
+        f"{SAFE_FOR_LONG:g}, and one of {RUINED:g} or more a reason not to use the cache"
     )
 
 

@@ -187,6 +187,7 @@ def test_the_command(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, ["check", str(MODEL), "--samples", "4", "--json", str(kept)])
     assert run.exit_code == 0, run.output
     assert "is safe. In QuantizedCache:" in run.output and "vllm serve MODEL" in run.output
+    assert "a thousand tokens or more, up to 0.003." in " ".join(run.output.split())
     assert json.loads(kept.read_text(encoding="utf-8"))["passages"] == 4
     sizes = CliRunner().invoke(main, ["check", str(MODEL), "--size-only", "--memory", "24GiB"])
     assert sizes.exit_code == 0 and "24 GiB" in sizes.output and "KL" not in sizes.output
