@@ -1,8 +1,8 @@
 """Attention to one split of a segment: the loop over tiles, by the warps of a block.
 
     ring   STAGES tiles of K and V in shared memory, a warp's own: no barrier in the loop. With more
-           than 16 columns several warps share it and meet once a tile, and
-           once more in the last one
+           than 16 columns several warps share it and meet once a tile, with direct rows twice in
+           the last
     warp   8 or 16 columns, one or two eights: a code is unpacked once for both
     lane   4g + t: rows g and g + 8 or columns 2t and 2t + 1 of an MMA (fragments.py)
 

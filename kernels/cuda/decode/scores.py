@@ -18,7 +18,15 @@ from operator import add
 from numba import cuda, float32, uint32, uint64
 
 from ..device.codes import HALVES, MMA, PACK, make_load_word, make_pair_factor, make_unpack
-from ..device.fragments import ZEROS, add_rows, load_pair, load_sums, over_quad, store_sums
+from ..device.fragments import (
+    ZEROS,
+    add_rows,
+    load_pair,
+    load_sums,
+    make_matrix_of,
+    over_quad,
+    store_sums,
+)
 from ..device.jit import device_function, in_turn
 from ..device.powers import norm_of
 from ..device.ptx import (
@@ -224,15 +232,11 @@ def _make_key_reader(staged):
     ROW_STEP = staged.token_steps[0] * ROW
 
     @device_function
-    def matrix_of(rows, lane):
-        return rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
-
-    @device_function
     def load_matrices(matrix, c, h):
         return load_matrix_x4(matrix + uint32(PREFIX + 16 * c + HALF * h))
 
     if not staged.direct:
-        return matrix_of, load_matrices
+        return make_matrix_of(ROW), load_matrices
     load_word = make_load_word(staged.fmt)
 
     @device_function

@@ -18,7 +18,7 @@ so far allows in fp16.
 from numba import cuda, float32, int32, uint32
 
 from ..device.codes import MMA, halves_of, make_load_word, make_pair_factor, make_unpack
-from ..device.fragments import load_pair, load_sums, store_sums
+from ..device.fragments import load_pair, load_sums, make_matrix_of, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     bits_float,
@@ -101,15 +101,11 @@ def _make_reader(staged):
     ROW, PREFIX, STRANDS = staged.stride, staged.prefix, staged.strands
 
     @device_function
-    def matrix_of(rows, lane):
-        return rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
-
-    @device_function
     def load_matrices(matrix, c):
         return load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
 
     if not staged.direct:
-        return matrix_of, load_matrices, None
+        return make_matrix_of(ROW), load_matrices, None
     load_word = make_load_word(staged.fmt)
 
     @device_function

@@ -45,6 +45,16 @@ def make_scale_rows(first, stop):
     return scale_rows
 
 
+def make_matrix_of(stride):
+    """The function to where a lane reads for ldmatrix: 16 rows, two chunks side by side."""
+
+    @device_function
+    def matrix_of(rows, lane):
+        return rows + (lane & uint32(15)) * uint32(stride) + (lane >> uint32(4)) * uint32(16)
+
+    return matrix_of
+
+
 @device_function
 def over_rows(value, combine):
     """A value combined over the lanes of a column, in all of them."""

@@ -173,8 +173,8 @@ def cubin_key(spec: Spec, arch: str) -> str:
 def compile_spec(spec: Spec, arch: str) -> Cubin:
     require_extra()
     threads = spec.threads if spec.arch_specific else None
-    limits: Any = {"specific_threads": threads, "most_registers": spec.most_registers}
-    return compile_kernel(spec.build(), spec.signature(), arch, **limits)
+    most, kernel, types = spec.most_registers, spec.build(), spec.signature()
+    return compile_kernel(kernel, types, arch, specific_threads=threads, most_registers=most)
 
 
 def compile_kernel(
