@@ -1,8 +1,7 @@
 """Attention to one split of a segment: the loop over tiles, by the warps of a block.
 
     ring   STAGES tiles of K and V in shared memory, a warp's own: no barrier in the loop. With more
-           than 16 columns several warps share it and meet once a tile, with direct rows twice in
-           the last
+           than 16 columns several warps share it and meet once a tile, twice in the last
     warp   8 or 16 columns, one or two eights: a code is unpacked once for both
     lane   4g + t: rows g and g + 8 or columns 2t and 2t + 1 of an MMA (fragments.py)
 
@@ -72,7 +71,7 @@ def make_attend(spec, path, keep, recall):
     SCRATCH, SCRATCH_BYTES = spec.scratch_at(path), spec.scratch_bytes(path)
     K_TILE = TILE * k.landing
     K_REALIGNED, V_REALIGNED = k.realigned, v.realigned
-    V_STRIDE, V_DIRECT, clear_row = v.stride, v.direct, make_clear_row(v)
+    V_STRIDE, clear_row = v.stride, make_clear_row(v)
     V_BF16 = operand_of(v.fmt) == "bf16"
     FRAGMENTS = EIGHTS * QueryWords(k, spec.query).fragments
     SUMS, SCORES, PAIRS = EIGHTS * v.sums, 8 * EIGHTS, 2 * EIGHTS
@@ -141,13 +140,6 @@ def make_attend(spec, path, keep, recall):
         if begin >= end:
             wait_for_all()
             return
-        if not (V_REALIGNED or V_DIRECT or idle) and int32(first + int32(TILE)) > end:
-            # the first tile was asked for without the length: what lies after it may be NaN
-            wait_for_oldest()
-            meet(of_ring)
-            if sharer == uint32(0) and int32(first + int32(lane)) >= end:
-                clear_row(ring + uint32(K_TILE) + lane * uint32(V_STRIDE))
-            meet(of_ring)
 
         # Step 2: the query, while the first tiles are on their way
         first_column = uint32(sharer * uint32(COLUMNS))
@@ -197,7 +189,9 @@ def make_attend(spec, path, keep, recall):
                 realign_k(k_rows, scratch, k_base, first, end, k_row, around, mask)
                 k_rows = scratch
                 cuda.syncwarp()
-            if V_DIRECT and int32(first + int32(TILE)) > end:  # the last copy brings more bytes
+            if not V_REALIGNED and int32(first + int32(TILE)) > end:
+                # the first tile was asked for without the length, and copies of direct rows bring
+                # more bytes: what lies behind the last token may be NaN
                 if sharer == uint32(0) and int32(first + int32(lane)) >= end:
                     clear_row(v_rows + lane * uint32(V_STRIDE))
                 meet(of_ring)
