@@ -165,20 +165,6 @@ def overview_about(public: Rows) -> str:
     )
 
 
-def behind_code(public: Rows) -> str:
-    """The loss behind other code, over all generations."""
-    found = [lost_by(public[name], "behind") for name in CODERS]
-    bounds = [
-        " and ".join(f"{max(at_most(each[cache]), 0):.1f}" for each in found)
-        for cache in ("default", "plan int4", "plan, bits of int3")
-    ]
-    return (
-        f"Behind code the default loses at most {bounds[0]} points (0.5B and 1.5B, 95 % bounds), "
-        f"`int4` with a plan at most {bounds[1]}, a plan by layer with the bits of `int3` "
-        f"{bounds[2]}"
-    )
-
-
 def chains(public: Rows) -> str:
     """Right lines of long answers, and what caches change, with the errors of differences."""
     rows = [row for row in public[HEADS_OF_128] if row["key"]["measure"] == "chains"]
@@ -189,6 +175,7 @@ def chains(public: Rows) -> str:
         ("plan int4", "a plan of `int4`"),
         ("plan, bits of int3", "one by layer with the bits of `int3`"),
         ("plan, bits of int3 and int2", "between `int3` and `int2`"),
+        ("plan int2", "`int2` in all layers"),
     ):
         more = [one - other for one, other in zip(steps[cache], exact, strict=True)]
         error = stdev(more) / len(more) ** 0.5

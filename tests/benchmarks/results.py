@@ -34,13 +34,11 @@ measured and the date:
     h200-step, h200-latent-step             tests/benchmarks/bench_model.py, with --latent
     cpu-step                                tests/benchmarks/bench_cpu_step.py, on the machine of
                                             zen4-decode, with other tests stopped
-    h200-coder-step                         bench_model.py --model, three calls that ended after one
-                                            case each, the second of commit 14282171, with other
-                                            jobs on the other GPU, the third of 27b4d922, on another
-                                            machine. We kept the 12 longest kernels
-    h200-coder-captured                     bench_model.py --model --way captured --way DynamicCache
-                                            beside tests that were stopped while it timed. We
-                                            kept the 12 longest kernels
+    h200-coder-step                         bench_model.py --model, a call for each case, beside
+                                            tests that were stopped while it timed: 8 x 4,096 of the
+                                            commit, 64 x 4,096 of 14282171, 64 x 32,768 of 27b4d922,
+                                            the others of 96590c7b, with DynamicCache from a call of
+                                            b333259e. We joined them and kept the 12 longest kernels
     zen4-decode                             kvquant bench --device cpu
     xeon-decode                             the same --format int4-g4 --format int8, on the GPU's
                                             host, with other jobs on its other cores
@@ -95,8 +93,10 @@ measured and the date:
                                             run, which made all plans anew. Plans by layer and
                                             chains are of 2026-11-30, commits 80c79c51 (SmolLM2) and
                                             14282171; 16 bit in chains and a sample of HumanEval of
-                                            27b4d922. Calibrations of one model shared what they had
-                                            in common. We joined the calls
+                                            27b4d922; int2 in chains and behind code, and the last
+                                            samples of plans by layer behind code, of 96590c7b.
+                                            Calibrations of one model shared what they had in
+                                            common. We joined the calls
     defaults                                pairs of formats, of which kvquant/rows/defaults.py
                                             took the default: bench_defaults.py at commit d73287f9.
                                             We merged the files of six runs, named the texts, and
@@ -127,7 +127,6 @@ from typing import Any
 from evaluations import TEST, Evaluations, of_models, read_runs, text_of
 from public_tables import (
     KL_NOTICE,
-    behind_code,
     by_context,
     chains,
     humaneval,
@@ -213,8 +212,7 @@ def shown() -> dict[str, list[str]]:
         "kvquant/cache/README.md": [settings(), tabled("ranks"), tabled("ranks of a model")],
         "kvquant/hf/README.md": [
             *(probed(), said("steps"), tabled("steps"), said("coder steps")),
-            *(tabled("coder steps"), said("coder captured"), tabled("coder captured")),
-            cpu_steps(),
+            *(tabled("coder steps"), cpu_steps()),
             *(said("latent steps"), tabled("latent steps")),
         ],
         "kvquant/lmcache/README.md": [DEFAULT_ROOM],
@@ -259,7 +257,6 @@ SENTENCES = {
         "h200-coder-step",
         "Qwen2.5-Coder-1.5B, the default, one {gpu}, {day}",
     ),
-    "coder captured": ("h200-coder-captured", "The same model without compilation, {day}"),
     "vllm-32": ("vllm-32", ENGINES),
 }
 WAYS = {
@@ -270,8 +267,6 @@ WAYS = {
     "StaticCache, compiled": "`StaticCache`, compiled",
 }
 MS = {title: f"{{ms[{name}]:.1f}}" for name, title in WAYS.items()}
-SIZES = {"batch": "{batch}", "tokens": "{tokens:,}"}
-CAPTURED = {"`CapturedStep`, plan": "{ms[captured, plan]:.1f}"}
 STATES = {
     "preempted": "after preemption",
     "chunks": "chunks of 256",
@@ -297,12 +292,13 @@ TABLES: dict[str, tuple[str, str, dict[str, str]]] = {
     "coder steps": (
         "h200-coder-step",
         "cases",
-        SIZES | MS | {"compiled, plan": "{ms[compiled, plan]:.1f}"} | CAPTURED,
-    ),
-    "coder captured": (
-        "h200-coder-captured",
-        "cases",
-        SIZES | {title: MS[title] for title in ("`CapturedStep`", "`DynamicCache`")} | CAPTURED,
+        {
+            "batch": "{batch}",
+            "tokens": "{tokens:,}",
+            **MS,
+            "compiled, plan": "{ms[compiled, plan]:.1f}",
+            "`CapturedStep`, plan": "{ms[captured, plan]:.1f}",
+        },
     ),
     "ranks": (
         "ranks",
@@ -883,7 +879,8 @@ def speed() -> str:
     peer = "torch's fastest attention"
     found.append(("attention, 2 cores, AMD Zen 4", "`int4-g4`", peer, ratio))
     for one in (first, last):
-        what = f"step of Coder-1.5B, {one['batch']} sequences of {one['tokens']:,} tokens, H200"
+        sequences = "1 sequence" if one["batch"] == 1 else f"{one['batch']} sequences"
+        what = f"step of Coder-1.5B, {sequences} of {one['tokens']:,} tokens, H200"
         name = min("StaticCache, compiled", "DynamicCache", key=one["ms"].__getitem__)
         ratio = one["ms"][name] / one["ms"]["compiled"]
         found.append((what, "default", f"transformers' {WAYS[name]}", ratio))
@@ -949,7 +946,7 @@ def fidelity_page() -> list[str]:
     tables = by_context(public), humaneval(public), retrieved(public), shipped(public)
     return [
         *(table(*parts) for parts in ((head, lines) for head, *lines in tables)),
-        *(bold(), behind_code(public), chains(public), limits()),
+        *(bold(), chains(public), limits()),
         *(home_made(), counted()),
     ]
 
