@@ -5,7 +5,7 @@
 # (Python 3.11), `make test-transformers` those of kvquant/hf/ and lm_eval/ with the oldest
 # transformers that is supported, and with lm-evaluation-harness.
 # `make test-jitter` those of caches and calibration. The last two round products as another
-# processor would (tests/README.md). `make test-slow` runs the slow tests.
+# processor would (tests/README.md). `make test-slow` runs the slow tests, and with EVERY=3 each third.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.
@@ -22,6 +22,8 @@ FORGET_OLD_NAME := python -m pip uninstall -qq --yes kvquant && rm -rf kvquant.e
 
 # The commit gives the seed, and make prints it; `make test-jitter SEED=5` gives another one.
 SEED = $(shell printf %d 0x$$(git rev-parse --short=7 HEAD))
+
+EVERY ?= 1
 
 # Tests start many processes. Where this is set, as in containers, each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,7 +43,8 @@ test-jitter: $(STAMP)
 		$(JITTERED)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow --numprocesses auto --dist loadfile --durations 15
+	$(BIN)/python -m pytest -q -m slow --every $(EVERY) --numprocesses auto --dist loadfile \
+		--durations 15
 
 # One process: an engine takes all cores, unless OMP_NUM_THREADS says otherwise, and vLLM is slow to
 # import.

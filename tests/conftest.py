@@ -48,6 +48,7 @@ torch._C._dynamo.guards._empty_strided_cuda = _empty_strided  # type: ignore[att
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--jitter", type=int, metavar="SEED", help="see tests/support/jitter.py")
+    parser.addoption("--every", type=int, metavar="N", default=1, help="only each N-th test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,6 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         counts = Counter(item.path for item in items)
         takes_minutes = functools.cache(lambda file: "simulator" in file.read_text("utf-8"))
         items.sort(key=lambda item: (not takes_minutes(item.path), -counts[item.path]))
+    items[:] = items[:: config.getoption("--every")]
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist

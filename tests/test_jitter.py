@@ -1,5 +1,5 @@
 """`pytest --jitter` reaches every way to a product (10 s); workers of pytest-xdist have whole
-files."""
+files, and `--every` leaves out tests."""
 
 from __future__ import annotations
 
@@ -118,3 +118,15 @@ def test_a_worker_has_whole_files(
     with seen.open("a", encoding="utf-8") as file:
         print(os.environ["PYTEST_XDIST_WORKER"], file=file)
     assert len({*seen.read_text(encoding="utf-8").split()}) == 1
+
+
+def test_every_leaves_each_third_test(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list(request.session.items)
+    items = [*given]
+    monkeypatch.setattr(request.config.option, "every", 3)
+    request.config.hook.pytest_collection_modifyitems(
+        session=request.session, config=request.config, items=items
+    )
+    assert {*items} == {*given[::3]} and len(items) == len(given[::3])

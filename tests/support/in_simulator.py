@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -24,7 +23,7 @@ if SIMULATED:
 Array = npt.NDArray[Any]
 
 
-TESTS: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)  # by file
+TESTS: dict[str, Callable[[], None]] = {}  # file::test
 
 
 def is_slow(test: Callable[[], None]) -> bool:
@@ -32,20 +31,15 @@ def is_slow(test: Callable[[], None]) -> bool:
 
 
 @functools.cache
-def run_in_simulator(file: str | None) -> tuple[set[str], str]:
-    """Run the slow tests of a file, or those of all files that are not slow, with the simulator on.
+def run_in_simulator(slow: str | None) -> tuple[set[str], str]:
+    """Run a slow test, file::test, or those of all files that are not slow, with the simulator on.
 
     A process takes three seconds to start. So conftest.py lets one worker have those of all files.
 
     Returns:
         The names of those that pass, file::test, and all that pytest says.
     """
-    names = [
-        f"{path}::{test.__name__}"
-        for path, tests in TESTS.items()
-        for test in tests
-        if is_slow(test) == (file is not None) and file in (None, path)
-    ]
+    names = [slow] if slow else [name for name, test in TESTS.items() if not is_slow(test)]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", *names]
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -56,14 +50,14 @@ def in_simulator(test: Callable[[], None]) -> Callable[[], None]:
     """Run a test there: numba reads NUMBA_ENABLE_CUDASIM once, when it is imported."""
 
     assert isinstance(test, FunctionType)
-    file = test.__code__.co_filename
+    name = f"{test.__code__.co_filename}::{test.__name__}"
 
     @functools.wraps(test)
     def delegated() -> None:
-        passed, log = run_in_simulator(file if is_slow(delegated) else None)
-        assert f"{os.path.basename(file)}::{test.__name__}" in passed, log
+        passed, log = run_in_simulator(name if is_slow(delegated) else None)
+        assert os.path.basename(name) in passed, log
 
-    TESTS[file].append(delegated)
+    TESTS[name] = delegated
     return test if SIMULATED else delegated
 
 
