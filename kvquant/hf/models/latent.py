@@ -338,13 +338,6 @@ def heads_of(module: torch.nn.Module, latent_dim: int, rope_dim: int) -> LatentH
     return LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
 
 
-def check_latent_layers(model: torch.nn.Module, *, latent_dim: int, rope_dim: int) -> None:
-    """Raise UnsupportedModelError unless the layers of a model decode from latent rows."""
-    for module in model.modules():
-        if hasattr(module, "kv_b_proj"):
-            heads_of(module, latent_dim, rope_dim)
-
-
 def check_latents(layer: int, keys: torch.Tensor, values: torch.Tensor, fmt: LatentFormat) -> None:
     """Raise UnsupportedModelError unless a layer caches latent rows of this shape."""
     heads, dims = (keys.shape[1], values.shape[1]), (keys.shape[3], values.shape[3])
