@@ -76,9 +76,8 @@ def find_projections(model: Any) -> dict[int, Projections]:
         giving = None
         if seen.owner == layer:
             for linear, given in seen.before:
-                if given.shape[:2] == value.shape[:2] and torch.equal(
-                    given[..., -value.shape[2] :], value
-                ):
+                fits = given.shape[:2] == value.shape[:2]
+                if fits and torch.equal(given[..., -value.shape[2] :], value):
                     giving = linear
             if giving is None:
                 raise UnsupportedModelError(

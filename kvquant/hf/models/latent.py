@@ -183,10 +183,8 @@ class LatentHeads:
         with torch.no_grad():
             theirs, ours = module.expand_kv(latent, rope), self._expand(latent, rope, weight)
         for given, own in zip(theirs, ours, strict=True):
-            is_same = given.shape == own.shape and float((given - own).norm()) <= SAME * float(
-                own.norm()
-            )
-            if not is_same:
+            fits, most = given.shape == own.shape, SAME * float(own.norm())
+            if not (fits and float((given - own).norm()) <= most):
                 raise UnsupportedModelError(
                     f"{self.name} makes other keys and values of latents than DeepSeek's: the "
                     "weight of kv_b_proj has the rows of K and then those of V of each head"
