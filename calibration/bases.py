@@ -102,7 +102,9 @@ def optimal_matrix(
         feedback: whether rows will be rounded with feedback.
         noise: [heads], float64: a channel's variance from rounding; none when None.
     """
-    u, s, _ = torch.linalg.svd(root_product(weights, covariance, noise))
+    # W^½ C^½
+    root = _power(regularized(weights), 0.5) @ _power(regularized(covariance, noise), 0.5)
+    u, s, _ = torch.linalg.svd(root)
     inverse_root = _power(regularized(weights), -0.5)
     power = 2 / 3 if feedback else 1 / 2
     matrix = inverse_root @ (u * s.pow(power)[:, None]) @ spreading(s.shape[-1]).to(s.device)
@@ -113,13 +115,6 @@ def optimal_matrix(
     ratio = variance.clamp(min=least) / stored
     scaled: torch.Tensor = matrix * ratio.rsqrt()[:, None, None]
     return scaled
-
-
-def root_product(
-    weights: torch.Tensor, covariance: torch.Tensor, noise: torch.Tensor | None = None
-) -> torch.Tensor:
-    """W^½ C^½, both regularized."""
-    return _power(regularized(weights), 0.5) @ _power(regularized(covariance, noise), 0.5)
 
 
 def candidates(

@@ -33,7 +33,6 @@ BASE_FORMAT = "int4"  # in which bases are compared
 # more of them the rare large elements cost
 CLIPS = {2: (1.0, 0.85, 0.75, 0.65, 0.55), 3: (1.0, 0.92, 0.85, 0.78, 0.7)}
 WIDE_CLIPS = (1.0, 0.95, 0.9, 0.85)  # of 4 bits and more
-Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 Weights = dict[int, dict[str, torch.Tensor]]
 
 

@@ -194,6 +194,12 @@ def options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
     return {name: fmt for name, fmt in given.items() if fmt != DEFAULT} | lengths
 
 
+def sized_cache(model: CachedModel, scheme: Scheme | Planned, max_seq_len: int) -> KVCache:
+    """A cache of a scheme for one sequence, on the meta device: it has a size, and no memory."""
+    options = options_of(scheme, is_latent=model.has_latents)
+    return model.new_cache(1, max_seq_len, device="meta", **options)
+
+
 def stored_bits(cache: KVCache, exact: KVCache) -> float:
     """Bits per element of a cache, headers included, by the size of a 16-bit cache like it."""
     return 16 * _rows_of_tokens(cache) / _rows_of_tokens(exact)

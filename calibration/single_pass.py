@@ -28,9 +28,9 @@ from .fidelity import (
     Reference,
     Scheme,
     compare_passages,
-    options_of,
     perplexity_of,
     scored_tokens,
+    sized_cache,
     stored_bits,
 )
 
@@ -127,7 +127,9 @@ class PassReference:
                 return dequantize_rows(quantize_rows(x, fmt), fmt)
 
         if any(window) and not self.why:
-            bits = self._bits_with_window(scheme)
+            exact = Scheme(self.exact_format, self.exact_format)
+            whole = (sized_cache(self._model, one, self._tokens) for one in (scheme, exact))
+            bits = stored_bits(*whole)
         parts = self._compared(self._predict(rows_of, window))
         return Fidelity.of(bits, parts, len(self._expected[0]))
 
@@ -135,17 +137,6 @@ class PassReference:
         """As compare_passages, of all batches."""
         each = zip(self._expected, given, self._targets, strict=True)
         return torch.cat([compare_passages(*part) for part in each], dim=1)
-
-    def _bits_with_window(self, scheme: Scheme | Planned) -> float:
-        """Bits per element of a cache of the passages' length, 16-bit rows included."""
-        exact = Scheme(self.exact_format, self.exact_format)
-        caches = (
-            self._model.new_cache(
-                1, self._tokens, device="meta", **options_of(one, is_latent=False)
-            )
-            for one in (scheme, exact)
-        )
-        return stored_bits(*caches)
 
     def _predict(self, rows_of: RowsOf, window: tuple[int, int] = (0, 0)) -> Iterator[torch.Tensor]:
         """[scored, passages, vocabulary], float32: log probabilities of each batch of passages."""

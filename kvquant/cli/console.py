@@ -38,9 +38,6 @@ class Source(click.Path):
 
     name = "model"
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         try:
             return check_source(str(super().convert(value, param, ctx)))
@@ -98,9 +95,6 @@ class Format(click.Choice[str]):
 class Positive(click.FloatRange):
     """A finite number above 0."""
 
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
@@ -110,7 +104,7 @@ class Positive(click.FloatRange):
         return number
 
 
-SOURCE, POSITIVE = Source(), Positive()
+SOURCE, POSITIVE = Source(path_type=Path), Positive(min=0, min_open=True)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 PLAN = PlanFile(exists=True, dir_okay=False, path_type=Path)
 FORMAT, LATENT, EITHER = Format(), Format("+"), Format("/+")

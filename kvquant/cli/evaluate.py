@@ -198,11 +198,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _examples(path: Path, reader: Any, chat: bool | None) -> list[Any]:
-    """The prompts of a file of JSON lines."""
+    """The prompts of a file of JSON lines, in the chat template where the tokenizer has one."""
     from ..evaluation.evaluate import Example
+    from ..evaluation.prompts import has_chat, in_chat
     from ..io.schema import parse
 
-    found = []
+    found, tokenizer = [], reader.tokenizer
     for number, line in enumerate(read_text(path).split("\n"), 1):  # strings may hold U+2028
         if not line.strip():
             continue
@@ -214,20 +215,12 @@ def _examples(path: Path, reader: Any, chat: bool | None) -> list[Any]:
                 f'{path}, line {number}: write {{"prompt": "...", "answer": "..."}}, or leave the '
                 "answer out"
             )
-        found.append(Example(_prompt_tokens(prompt, reader, chat), answer))
+        if has_chat(tokenizer, chat):
+            whole = in_chat(tokenizer, prompt)
+            tokens = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        else:
+            tokens = reader.encode(prompt)
+        found.append(Example(tokens, answer))
     if not found:
         raise ConfigError(f"{path} has no prompts: write one JSON object a line")
     return found
-
-
-def _prompt_tokens(prompt: str, reader: Any, chat: bool | None) -> list[int]:
-    """A prompt as tokens; with the chat template, where the tokenizer has one."""
-    from ..evaluation.prompts import has_chat, in_chat
-
-    tokenizer = reader.tokenizer
-    tokens: list[int]
-    if has_chat(tokenizer, chat):
-        tokens = tokenizer(in_chat(tokenizer, prompt), add_special_tokens=False)["input_ids"]
-    else:
-        tokens = reader.encode(prompt)
-    return tokens

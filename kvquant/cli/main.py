@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -36,9 +36,6 @@ from .console import (
 from .evaluate import evaluate
 from .report import report
 from .warmup import warmup
-
-if TYPE_CHECKING:
-    from ..cache.contiguous import KVCache
 
 
 @click.group(
@@ -123,13 +120,18 @@ def quantize(
     options: dict[str, Any] = {"k_format": k_format or both, "v_format": v_format or both}
     options = {name: value for name, value in {**options, "plan": plan}.items() if value}
     options |= {"sink_len": sink_len, "recent_len": recent_len}
+    creation: dict[str, Any] = {"program": f"kvquant {__version__}"}
+    config = None
     if raw is not None:
         from ..io.export import quantize_raw
 
         cache = quantize_raw(raw, max_seq_len=max_seq_len, **options)
-        _save(cache, output, None, {"source": raw.name})
+        creation["source"] = raw.name
     elif model is not None and prompt is not None:
+        import torch
+
         from ..hf.model import CachedModel
+        from ..text import progress
 
         reader = CachedModel.from_pretrained(model)
         if reader.has_latents:
@@ -138,10 +140,23 @@ def quantize(
             _check_of_heads(both, model)
             options["accept_loss"] = accept_loss
         ids = reader.encode(read_text(prompt))[:tokens]
-        cache = _read_prompt(reader, ids, str(prompt), max_seq_len, chunk, options)
-        _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
+        if not ids:
+            raise ConfigError(f"{prompt} holds no text: the cache would be empty")
+        if max_seq_len is not None and len(ids) > max_seq_len:
+            raise ConfigError(
+                f"{prompt} has {len(ids)} tokens, --max-seq-len is {max_seq_len}: use {len(ids)} "
+                "or more"
+            )
+        warn_of_length(reader.max_positions, str(prompt), len(ids))
+        cache = reader.new_cache(1, max_seq_len or len(ids), **options)
+        with progress(len(ids), "Reading") as update:
+            reader.prefill(cache, torch.tensor([ids]), chunk=chunk, progress=update)
+        creation |= {"source": prompt.name, "chunk": chunk}
+        config = reader.config_dict
+    from ..io.checkpoint import save_cache
     from ..io.inspect import describe, render
 
+    save_cache(cache, output, model=config, creation=creation)
     click.echo(render(describe(output)))
 
 
@@ -246,40 +261,3 @@ def _check_of_heads(fmt: str | None, source: Path) -> None:
             f"--format {fmt} is of latent rows, and {source} has K and V: give one FORMAT, or "
             "--k-format and --v-format"
         )
-
-
-def _read_prompt(
-    model: Any,
-    ids: list[int],
-    name: str,
-    max_seq_len: int | None,
-    chunk: int,
-    options: dict[str, Any],
-) -> KVCache:
-    """Read the tokens of a text into a new cache."""
-    import torch
-
-    from ..text import progress
-
-    length = len(ids)
-    if not length:
-        raise ConfigError(f"{name} holds no text: the cache would be empty")
-    if max_seq_len is not None and length > max_seq_len:
-        raise ConfigError(
-            f"{name} has {length} tokens, --max-seq-len is {max_seq_len}: use {length} or more"
-        )
-    warn_of_length(model.max_positions, name, length)
-    cache: KVCache = model.new_cache(1, max_seq_len or length, **options)
-    with progress(length, "Reading") as update:
-        model.prefill(cache, torch.tensor([ids]), chunk=chunk, progress=update)
-    return cache
-
-
-def _save(
-    cache: KVCache, output: Path, model: dict[str, Any] | None, creation: dict[str, Any]
-) -> None:
-    from ..io.checkpoint import save_cache
-
-    save_cache(
-        cache, output, model=model, creation={"program": f"kvquant {__version__}"} | creation
-    )

@@ -122,12 +122,9 @@ def _make(
     cache = make(batch=batch)
     if any(options[name] for name in VARIANT):
         heads = num_q_heads or likely_q_heads(cache)[0]
-        cache.step_variant = AttentionVariant(
-            soft_cap=1.0 if options["soft_cap"] else None,  # kernels do not depend on its value
-            sink_logits=torch.empty(heads, dtype=torch.float32, device="meta")
-            if options["sink_logits"]
-            else None,
-        )
+        cap = 1.0 if options["soft_cap"] else None  # kernels do not depend on its value
+        sinks = torch.empty(heads, dtype=torch.float32, device="meta")
+        cache.step_variant = AttentionVariant(cap, sinks if options["sink_logits"] else None)
     return cache
 
 

@@ -67,10 +67,9 @@ def summary(scores: Scores) -> dict[str, Any]:
     kl, top1 = scores["kl"], scores["top1"]
     flat = [one for passage in kl for one in passage]
     means = {name: [sum(one) / len(one) for one in scores[name]] for name in scores}
-    scored = len(kl[0])
     top1_error = standard_error(means["top1"])
     least = least_error(round(len(flat) - sum(map(sum, top1))), len(flat))
-    edges = [round(scored * part / PARTS) for part in range(PARTS + 1)]
+    edges = [round(len(kl[0]) * part / PARTS) for part in range(PARTS + 1)]
     return {
         "kl": sum(flat) / len(flat),
         "kl_error": standard_error(means["kl"]),

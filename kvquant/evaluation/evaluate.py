@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvquant.calibration.fidelity import Planned, Scheme, options_of, stored_bits
+from kvquant.calibration.fidelity import Planned, Scheme, sized_cache, stored_bits
 from kvquant.calibration.windows import spread
 from kvquant.errors import ConfigError, refuse
 from kvquant.io.model_id import WEIGHTS
@@ -84,16 +84,14 @@ class Sizes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = {
-            name: one if isinstance(one, tuple) else (one,) for name, one in vars(self).items()
-        }
         if not self.facts:
             raise ConfigError("facts has no number: give (0,) for as many facts as fit")
-        for name, value in ((name, one) for name, each in counts.items() for one in each):
+        for name, given in vars(self).items():
             is_seed, least = name == "seed", int(name not in ("seed", "facts"))
-            if not is_whole(value) or value < least or (is_seed and value >= SEEDS):
-                allowed = f"from 0 on and below {SEEDS}" if is_seed else f"from {least} on"
-                raise ConfigError(f"{name} has {value!r:.40}: use whole numbers {allowed}")
+            for value in given if isinstance(given, tuple) else (given,):
+                if not is_whole(value) or value < least or (is_seed and value >= SEEDS):
+                    allowed = f"from 0 on and below {SEEDS}" if is_seed else f"from {least} on"
+                    raise ConfigError(f"{name} has {value!r:.40}: use whole numbers {allowed}")
 
 
 @dataclass(frozen=True)
@@ -412,13 +410,8 @@ class _Run:
     def _cost(self, name: str, choice: Choice) -> dict[str, Any]:
         """What a cache costs, computed from one on the meta device."""
         capacity = max(self._contexts) + self._behind
-        meta = torch.device("meta")
-        latent = self.model.has_latents
         stored = choice if isinstance(choice, Scheme | Planned) else self._exact
-        made, exact = (  # caches on the meta device have sizes and no memory
-            self.model.new_cache(1, capacity, device=meta, **options_of(one, is_latent=latent))
-            for one in (stored, self._exact)
-        )
+        made, exact = (sized_cache(self.model, one, capacity) for one in (stored, self._exact))
         if isinstance(choice, Scheme | Planned):
             packed = mean_bits(fmt for at in made.layers for fmt in (at.k_format, at.v_format))
             bits, a_token = stored_bits(made, exact), made.nbytes / capacity

@@ -72,11 +72,10 @@ def accuracy(sheet: Any, found: Mapping[str, Any]) -> None:
         xs = range(len(cells)) if len(cells) > 1 else (-0.5, 0.5)  # one length: a level line
         exact = exact if len(cells) > 1 else 2 * exact
         axes.plot(xs, exact, color=INK, linestyle="--", label="16 bit")
-        for x, cell in enumerate(cells):
-            if cell["fails"]:
-                axes.axvspan(x - 0.5, x + 0.5, color="#80808030", linewidth=0)
-        if any(cell["fails"] for cell in cells):
-            failed = [x for x, cell in enumerate(cells) if cell["fails"]]
+        failed = [x for x, cell in enumerate(cells) if cell["fails"]]
+        for x in failed:
+            axes.axvspan(x - 0.5, x + 0.5, color="#80808030", linewidth=0)
+        if failed:
             middle = (failed[0] + failed[-1]) / 2
             axes.text(middle, 52, f"{NO_TEST}\nof the cache", ha="center", fontsize=8)
         for at, (name, look) in enumerate(looks):

@@ -115,8 +115,16 @@ class Writer:
         self._anchor = self._plain(BREAK)
         self._check_characters()
         self._stops = {one for one in set(filler) if self._ends_sentence(one)}
-        before, after = self._around()
-        self._before, self._after = self._plain(before), after
+        before = self._after = ""
+        if self.is_chat:  # what the template puts before and after the user's text
+            text = in_chat(tokenizer, SLOT)
+            if text.count(SLOT) != 1:
+                raise ConfigError(
+                    f"this tokenizer's chat template repeats the user's text {text.count(SLOT)} "
+                    "times: give --no-chat"
+                )
+            before, _, self._after = text.partition(SLOT)
+        self._before = self._plain(before)
         if not self.is_chat and getattr(tokenizer, "bos_token_id", None) is not None:
             first = tokenizer("a")["input_ids"][:1]
             self._before = first if first == [tokenizer.bos_token_id] else []
@@ -232,19 +240,6 @@ class Writer:
     def _plain(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-
-    def _around(self) -> tuple[str, str]:
-        """What the chat template puts before and after the user's text."""
-        if not self.is_chat:
-            return "", ""
-        text = in_chat(self._tokenizer, SLOT)
-        if text.count(SLOT) != 1:
-            raise ConfigError(
-                f"this tokenizer's chat template repeats the user's text {text.count(SLOT)} times: "
-                "give --no-chat"
-            )
-        before, _, after = text.partition(SLOT)
-        return before, after
 
     def _ends_sentence(self, token: int) -> bool:
         text = str(self._tokenizer.decode([token])).rstrip(" ")

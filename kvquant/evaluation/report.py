@@ -25,6 +25,7 @@ MARKS = {
     "exceeded": ("bad", "Limit exceeded."),
     "unknown": ("notice", "Not known."),
 }
+CACHE = Column("cache", left=True)
 # a task's title, its figure, and how to read the figure
 TASKS = {
     "kl": (
@@ -146,10 +147,7 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _costs(caches: Caches) -> Table:
-    columns = (
-        Column("cache", left=True),
-        *map(Column, ("bits", "bytes\na token", "tokens\na GiB")),
-    )
+    columns = CACHE, *map(Column, ("bits", "bytes\na token", "tokens\na GiB"))
     rows = [
         [
             one["cache"],
@@ -167,11 +165,8 @@ def _costs(caches: Caches) -> Table:
 
 
 def _kl(caches: Caches, length: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    columns = (
-        Column("cache", left=True),
-        *map(Column, ("KL, nats\na token", "±", "first\nquarter", "last\nquarter")),
-        *map(Column, ("99.9 % of\ntokens below", "top-1 %", "±")),
-    )
+    titles = "KL, nats\na token", "±", "first\nquarter", "last\nquarter"
+    columns = CACHE, *map(Column, (*titles, "99.9 % of\ntokens below", "top-1 %", "±"))
     cells = [["16 bit", "0", "-", "0", "0", "0", "100.0", "-"]]
     cells += [
         [
@@ -211,11 +206,8 @@ def _generation(caches: Caches, length: str, task: Mapping[str, Any]) -> Iterato
     for way in WAYS:
         rows = task[way]
         counts = list(rows[0]["agreement"])
-        columns = (
-            Column("cache", left=True),
-            Column("first differing\ntoken, median"),
-            *(Column(f"same after\n{count} tokens") for count in counts),
-        )
+        same = (Column(f"same after\n{count} tokens") for count in counts)
+        columns = CACHE, Column("first differing\ntoken, median"), *same
         cells = [["16 bit", "-", *["100 %"] * len(counts)]]
         for cache, one in zip(caches[1:], rows, strict=True):
             parted = sorted(at for at in one["first_divergence"] if at is not None)
@@ -237,8 +229,7 @@ def _generation(caches: Caches, length: str, task: Mapping[str, Any]) -> Iterato
 def _accuracy(
     caches: Caches, tasks: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> list[Sequence[str | Column]]:
-    columns = [Column("cache", left=True)]
-    columns += [Column(name, part=part) for part, (name, _) in enumerate(tasks, 1)]
+    columns = [CACHE, *(Column(name, part=part) for part, (name, _) in enumerate(tasks, 1))]
     cells: list[Sequence[str | Column]] = [columns]
     cells.append(["16 bit", *(f"{POINTS * task['exact']:.1f}" for _, task in tasks)])
     for at, cache in enumerate(caches[1:]):

@@ -31,7 +31,7 @@ from .gradients import without_gradient
 from .handed import Handed, running
 from .masks import window_of
 from .models.latent import LatentHeads, heads_of
-from .single_pass import exact_attention
+from .single_pass import added_mask, exact_attention
 from .switch import DEQUANTIZE
 
 # what models pass that does not change the result here: positions are in the keys already, windows
@@ -82,8 +82,11 @@ def _attention(
         )
     if not isinstance(handed, Handed):
         _check_plain(module, name, attention_mask, options)
+        attend, mask = exact_attention(module, options), attention_mask
+        if any(options.get(option) is not None for option in VARIANT):  # by eager attention
+            mask = _eager_mask(mask, query, key, _is_causal(module, options))
         options |= {"scaling": scaling, "dropout": dropout}
-        return _plain_attention(module, query, key, value, attention_mask, options)
+        return attend(module, query, key, value, mask, **options)[0], None
     try:
         heads, rows = None, handed.latents if isinstance(handed.kv, LatentKVCache) else None
         if rows is None:
@@ -200,32 +203,14 @@ def _check_plain(
         )
 
 
-def _plain_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """Attend by SDPA, or by the model's eager attention for what SDPA does not compute."""
-    attend, mask = exact_attention(module, options), attention_mask
-    if any(options.get(option) is not None for option in VARIANT):
-        mask = _added_mask(mask, query, key, _is_causal(module, options))
-    return attend(module, query, key, value, mask, **options)[0], None
-
-
-def _added_mask(
+def _eager_mask(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool
 ) -> torch.Tensor | None:
     """The mask of SDPA as eager attention takes it, which adds it to scores."""
     if mask is None and is_causal and query.shape[2] > 1:  # SDPA makes it, from the first key on
         new, columns = query.shape[2], key.shape[2]
         mask = torch.ones(1, 1, new, columns, dtype=torch.bool, device=query.device).tril()
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    added = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
-    return added.masked_fill(~mask, torch.finfo(query.dtype).min)
+    return None if mask is None else added_mask(mask, query.dtype)
 
 
 def _attend(

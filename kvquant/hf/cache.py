@@ -207,12 +207,13 @@ class QuantizedCache(NoShallowCopy, Cache):
             "fmt": fmt,
             "sink_len": sink_len,
             "recent_len": recent_len,
+            "exact_format": exact_format,
         }
         options = {name: value for name, value in options.items() if value is not None}
         if max_seq_len is not None:
             self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         if isinstance(source, KVCache):
-            if options or exact_format is not None:
+            if options:
                 raise ConfigError(
                     "source is a KVCache, which has formats and lengths of its own: give none "
                     "with it, or give a model"
@@ -240,8 +241,6 @@ class QuantizedCache(NoShallowCopy, Cache):
         options["is_probed"] = isinstance(source, torch.nn.Module)
         if (found := plan_of_model(options.pop("plan", None), source, options)) is not None:
             options["plan"] = found
-        if exact_format is not None:
-            options["exact_format"] = exact_format
         if isinstance(source, torch.nn.Module):
             if devices := layer_devices(source, layers.places):
                 options["device"] = devices
@@ -520,11 +519,8 @@ class QuantizedCache(NoShallowCopy, Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As Cache: the columns that a layer attends to, and where they start."""
         sizes = self.mask_sizes(query_length)
-        if layer_idx in self.layers_held.others and isinstance(
-            self.layers[layer_idx], CacheLayerMixin
-        ):
-            sizes = self.layers[layer_idx].get_mask_sizes(query_length)
-        return sizes
+        kept = self.layers[layer_idx] if layer_idx in self.layers_held.others else None
+        return kept.get_mask_sizes(query_length) if isinstance(kept, CacheLayerMixin) else sizes
 
     def reset(self) -> None:
         """Forget all tokens, and keep the memory for as many sequences."""

@@ -18,14 +18,8 @@ from .padding import Padding
 from .switch import DEQUANTIZE
 
 ATTENTION = "kvquant"  # the name of our attention function, and of our masks, in transformers
-IDLE, BEGUN, HANDED, APPENDED, COMPLETE, TORN = STATES = (
-    "idle",
-    "begun",
-    "handed",
-    "appended",
-    "complete",
-    "torn",
-)
+STATES = "idle", "begun", "handed", "appended", "complete", "torn"
+IDLE, BEGUN, HANDED, APPENDED, COMPLETE, TORN = STATES
 
 
 class Call:

@@ -47,7 +47,7 @@ from .models.configs import (
 from .models.decoders import check_decoder
 from .models.fingerprint import FOLDED, identified
 from .models.fold import fold_values
-from .models.latent import check_latent_layers, hands_latents, heads_of
+from .models.latent import hands_latents, heads_of
 from .models.loading import TensorPlan, load
 from .models.observe import Observer, observe, output_weights
 from .models.positions import positions_of
@@ -740,8 +740,9 @@ class CachedModel:
         """These layers with this rank's heads; UnsupportedModelError if they make other rows."""
         layers = layers_of_rank(self.model, layers)
         if layers.are_latent:
-            latent_dim, rope_dim = layers.k_dims[0], layers.v_dims[0]
-            check_latent_layers(self.model, latent_dim=latent_dim, rope_dim=rope_dim)
+            for module in self.model.modules():
+                if hasattr(module, "kv_b_proj"):  # raises where it decodes from no latent rows
+                    heads_of(module, layers.k_dims[0], layers.v_dims[0])
         return layers
 
     @cached_property

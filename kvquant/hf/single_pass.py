@@ -61,6 +61,13 @@ def exact_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
     return eager
 
 
+def added_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as eager attention adds it to scores of a dtype: made of a bool one, or as it came."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 def owner_of(key: torch.Tensor, layer: int) -> int:
     """The layer whose marked keys these are."""
     owner: int | None = getattr(key, "kvquant_owner", None)
@@ -162,16 +169,8 @@ def _stored_attention(
     if new == held:  # the context is read in this pass, too
         is_exact |= own < _pass.context
     if attention_mask is None:
-        attention_mask = torch.zeros(new, held, dtype=query.dtype, device=query.device)
-        attention_mask = attention_mask.masked_fill(place > own, torch.finfo(query.dtype).min)[
-            None, None
-        ]
-    elif attention_mask.dtype == torch.bool:
-        least = torch.finfo(query.dtype).min
-        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
-            ~attention_mask, least
-        )
-    attention_mask = attention_mask[..., :held]
+        attention_mask = (place <= own)[None, None]
+    attention_mask = added_mask(attention_mask, query.dtype)[..., :held]
     packed = _pass.store(layer, key, value)
     needed = is_exact.any(0)
     if bool(needed.any()):

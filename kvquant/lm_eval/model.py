@@ -335,7 +335,7 @@ class KvquantLM(TemplateLM):
                     continue
                 if token not in ends:
                     texts[place].append(token)
-                if token in ends or self._stops(texts[place], one.until):
+                if token in ends or any(stop in self._plain(texts[place]) for stop in one.until):
                     over.add(place)
             if ends:  # for generate an end token, too, ends a text
                 tokens[[*over]] = ends[0]
@@ -353,10 +353,6 @@ class KvquantLM(TemplateLM):
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def _stops(self, tokens: Sequence[int], until: Sequence[str]) -> bool:
-        """Whether a text has one of the texts that end it."""
-        return bool(until) and any(stop in self._plain(tokens) for stop in until)
-
     def _count(self, length: int) -> None:
         """Count a request whose cache holds so many tokens in the end."""
         self._counts["requests"] += 1
@@ -364,11 +360,7 @@ class KvquantLM(TemplateLM):
 
     def _warn(self) -> None:
         """Say what happened to requests that are too long, or too short for packed rows."""
-        count, sinks, recent = (
-            self._counts["requests"],
-            self.choice.sink_len,
-            self.choice.recent_len,
-        )
+        count = self._counts["requests"]
         if self._counts["cut"]:
             log.warning(
                 f"{self._counts['cut']} of {count} requests are longer than max_length, "
@@ -379,6 +371,6 @@ class KvquantLM(TemplateLM):
         if inside and not EXACT_DTYPES.keys() >= {*formats}:
             log.warning(
                 f"{inside} of {count} requests fit into the 16-bit window of the cache (sink_len "
-                f"{sinks}, recent_len {recent}): no packed row was read for them. Give "
-                "sink_len=0,recent_len=0 in --model_args to pack all tokens"
+                f"{self.choice.sink_len}, recent_len {self.choice.recent_len}): no packed row was "
+                "read for them. Give sink_len=0,recent_len=0 in --model_args to pack all tokens"
             )

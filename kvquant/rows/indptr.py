@@ -59,18 +59,13 @@ def check_indptr_values(q: torch.Tensor, q_indptr: torch.Tensor, *, padded: bool
         )
 
 
-def sequences_of_rows(q_indptr: torch.Tensor, total: int) -> torch.Tensor:
-    """The sequence of each row of q, [total], int64; for rows after the last, the batch."""
-    row = torch.arange(total, dtype=torch.int32, device=q_indptr.device)
-    return torch.searchsorted(q_indptr[1:].contiguous(), row, right=True)
-
-
 def visible_to_rows(seq_lens: torch.Tensor, q_indptr: torch.Tensor, total: int) -> torch.Tensor:
     """How many tokens of its sequence each row of q sees, counted from the first: [total], int32.
 
     It is 0 for rows after the last sequence's, and for queries before the first token.
     """
-    sequence = sequences_of_rows(q_indptr, total)
-    before_first = torch.nn.functional.pad(seq_lens - q_indptr[1:], (0, 1), value=-(1 << 30))
-    row = torch.arange(total, dtype=torch.int32, device=q_indptr.device)
+    ends, row = q_indptr[1:], torch.arange(total, dtype=torch.int32, device=q_indptr.device)
+    # of each row; for rows after the last, the batch
+    sequence = torch.searchsorted(ends.contiguous(), row, right=True)
+    before_first = torch.nn.functional.pad(seq_lens - ends, (0, 1), value=-(1 << 30))
     return (before_first[sequence] + row + 1).clamp(min=0)

@@ -21,6 +21,8 @@ from .segment import Segment, latent_segment
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # of K and of V
 Encodings = tuple[Encoding, Encoding]  # likewise
+Tensors = Sequence[torch.Tensor]
+RowFormats = Sequence[RowFormat]  # of each layer
 
 LIKELY_Q_HEADS = 16, 128  # of DeepSeek's small and large models: kernels differ by their number
 
@@ -48,16 +50,12 @@ class KeyValue:
         """The formats of the rows in memory, one for each tensor."""
         return k_format, v_format
 
-    def k_and_v(self, tensors: Sequence[torch.Tensor], k_format: RowFormat) -> Rows:
+    def k_and_v(self, tensors: Tensors, k_format: RowFormat) -> Rows:
         k, v = tensors
         return k, v
 
     def segment(
-        self,
-        tensors: Sequence[torch.Tensor],
-        formats: Sequence[AnyFormat],
-        lens: torch.Tensor,
-        *places: Any,
+        self, tensors: Tensors, formats: Sequence[AnyFormat], lens: torch.Tensor, *places: Any
     ) -> Segment:
         """The rows in these tensors as a segment; the formats are those of `stored`.
 
@@ -76,17 +74,13 @@ class KeyValue:
         return (k, v), (basis.k.encoding, basis.v.encoding)
 
     def options(
-        self,
-        num_kv_heads: int,
-        head_dim: int,
-        k_formats: Sequence[RowFormat],
-        v_formats: Sequence[RowFormat],
+        self, num_kv_heads: int, head_dim: int, k_formats: RowFormats, v_formats: RowFormats
     ) -> dict[str, Any]:
         """Heads and formats of each layer, as the caches of these rows take them."""
         heads = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
         return heads | {"k_format": k_formats, "v_format": v_formats}
 
-    def described(self, num_kv_heads: int, *formats: Sequence[RowFormat]) -> str:
+    def described(self, num_kv_heads: int, *formats: RowFormats) -> str:
         """Heads and formats of all layers, for people."""
         k, v = (" or ".join(dict.fromkeys(map(str, side))) for side in formats)
         return f"{num_kv_heads} KV heads of {formats[0][0].head_dim}, K {k}, V {v}"
@@ -107,16 +101,12 @@ class Latent(KeyValue):
     def stored(self, k_format: RowFormat, v_format: RowFormat) -> tuple[AnyFormat, ...]:
         return (LatentFormat(k_format, v_format),)
 
-    def k_and_v(self, tensors: Sequence[torch.Tensor], k_format: RowFormat) -> Rows:
+    def k_and_v(self, tensors: Tensors, k_format: RowFormat) -> Rows:
         (rows,) = tensors
         return rows[..., : k_format.row_bytes], rows[..., k_format.row_bytes :]
 
     def segment(
-        self,
-        tensors: Sequence[torch.Tensor],
-        formats: Sequence[AnyFormat],
-        lens: torch.Tensor,
-        *places: Any,
+        self, tensors: Tensors, formats: Sequence[AnyFormat], lens: torch.Tensor, *places: Any
     ) -> Segment:
         """Latent rows [batch, 1, capacity, row_bytes], or pages of them, as rows of one KV head."""
         (rows,), (fmt,) = tensors, formats
@@ -136,17 +126,13 @@ class Latent(KeyValue):
         return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
 
     def options(
-        self,
-        num_kv_heads: int,
-        head_dim: int,
-        k_formats: Sequence[RowFormat],
-        v_formats: Sequence[RowFormat],
+        self, num_kv_heads: int, head_dim: int, k_formats: RowFormats, v_formats: RowFormats
     ) -> dict[str, Any]:
         formats = list(map(LatentFormat, k_formats, v_formats))
         first = formats[0]
         return {"fmt": formats, "latent_dim": first.latent_dim, "rope_dim": first.rope_dim}
 
-    def described(self, num_kv_heads: int, *formats: Sequence[RowFormat]) -> str:
+    def described(self, num_kv_heads: int, *formats: RowFormats) -> str:
         names = " or ".join(dict.fromkeys(map(str, map(LatentFormat, *formats))))
         latent, rope = formats[0][0].head_dim, formats[1][0].head_dim
         return f"{latent} latents and {rope} RoPE elements in {names}"

@@ -423,13 +423,13 @@ def test_interrupts_are_no_tracebacks_and_bugs_keep_theirs(
     monkeypatch: pytest.MonkeyPatch, raw: Path
 ) -> None:
     command = "quantize", "--from", raw, "-o", raw.parent / "x.safetensors"
-    monkeypatch.setattr(cli, "_save", lambda *_: 1 / 0)
+    monkeypatch.setattr(cli, "check_output", lambda *_: 1 / 0)
     assert isinstance(run(*command).exception, ZeroDivisionError)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_save", interrupt)
+    monkeypatch.setattr(cli, "check_output", interrupt)
     result = run(*command)
     assert result.exit_code == 130
     assert result.stderr.strip() == "Aborted."

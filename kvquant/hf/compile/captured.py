@@ -208,7 +208,8 @@ def _captured(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream) -> Iterator[
         # where CUDA has ended the capture torch raises before it has set these back
         torch.cuda.set_stream(before)
         with suppress(RuntimeError):  # it has
-            _end_allocating(before.device_index, pool)
+            end = next(found for name in _ENDINGS if (found := getattr(torch._C, name, None)))
+            end(before.device_index, pool)  # no memory comes from the graph's pool any more
             torch._C._cuda_releasePool(before.device_index, pool)
             _failed.append(graph)
         first = first or error
@@ -221,9 +222,3 @@ def _captured(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream) -> Iterator[
             "Python by CachedModel.generate or CachedModel.step, or give model.generate a "
             "QuantizedCache(model, max_seq_len=...)"
         ) from first
-
-
-def _end_allocating(device: int, pool: tuple[int, int]) -> None:
-    """Let a device's memory come from no graph's pool any more."""
-    end = next(found for name in _ENDINGS if (found := getattr(torch._C, name, None)))
-    end(device, pool)

@@ -19,7 +19,7 @@ from ...cache.contiguous import KVCache
 from ...cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ...cache.latent import LatentFormats, LatentKVCache
 from ...errors import ConfigError, UnsupportedModelError, refuse
-from ...io.plan import CachePlan, ModelPlan, Plan, as_plan
+from ...io.plan import ModelPlan, Plan, as_plan
 from ...rows.arguments import check_size, name_of_kind
 from ...rows.codec import one_of
 from ...rows.defaults import RECENT, SINKS
@@ -385,7 +385,12 @@ def _made(
     if not layers.are_latent:
         options = {"windows": list(layers.windows)} | options
     if plan is not None:
-        _check_plan(config, layers, plan)
+        plan.check_model(config.to_dict())
+        if plan.places != list(layers.places):
+            raise UnsupportedModelError(
+                f"the plan has layers {plan.places} of the model, its KVCache needs "
+                f"{list(layers.places)}"
+            )
         if layers.ranks > 1 and not layers.are_latent:
             first = layers.rank * layers.num_kv_heads
             plan = plan.of_heads(range(first, first + layers.num_kv_heads))
@@ -402,16 +407,6 @@ def _made(
         options[name] = row_formats(name, options.get(name), dims, window)
     sizes |= {"num_kv_heads": layers.num_kv_heads, "head_dim": max(layers.k_dims)}
     return kind(**sizes, **options)
-
-
-def _check_plan(config: Any, layers: CacheLayers, plan: CachePlan) -> None:
-    """Raise unless a plan is of a model, and of all layers that its cache has."""
-    plan.check_model(config.to_dict())
-    if plan.places != list(layers.places):
-        raise UnsupportedModelError(
-            f"the plan has layers {plan.places} of the model, its KVCache needs "
-            f"{list(layers.places)}"
-        )
 
 
 def layer_windows(config: Any) -> list[int | None]:

@@ -25,9 +25,8 @@ from .configs import input_device
 from .observe import check_here, observe_linears
 
 PROBED = 16  # tokens that a model is tried with
-SAME = (
-    0.1  # relative error of logits: of bf16, far less; if something else hangs on values, 1 or so
-)
+# relative error of logits: of bf16, far less; if something else hangs on values, 1 or so
+SAME = 0.1
 
 
 class Projections(NamedTuple):
@@ -77,9 +76,8 @@ def find_projections(model: Any) -> dict[int, Projections]:
         giving = None
         if seen.owner == layer:
             for linear, given in seen.before:
-                if given.shape[:2] == value.shape[:2] and torch.equal(
-                    given[..., -value.shape[2] :], value
-                ):
+                fits = given.shape[:2] == value.shape[:2]
+                if fits and torch.equal(given[..., -value.shape[2] :], value):
                     giving = linear
             if giving is None:
                 raise UnsupportedModelError(
@@ -181,9 +179,7 @@ def _fold_into_output(linear: torch.nn.Linear, basis: Basis) -> None:
     heads, dim = basis.offset.shape
     weight = linear.weight
     _, decode = _matrices(basis)
-    columns = weight.double().unflatten(
-        1, (heads, -1, dim)
-    )  # [out, KV head, query head on it, dim]
+    columns = weight.double().unflatten(1, (heads, -1, dim))  # [out, KV head, its query head, dim]
     shift = torch.einsum("ohgd,hd->o", columns, basis.offset.double())
     weight.copy_(torch.einsum("ohgd,hde->ohge", columns, decode).flatten(1).to(weight.dtype))
     before = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias

@@ -183,10 +183,8 @@ class LatentHeads:
         with torch.no_grad():
             theirs, ours = module.expand_kv(latent, rope), self._expand(latent, rope, weight)
         for given, own in zip(theirs, ours, strict=True):
-            is_same = given.shape == own.shape and float((given - own).norm()) <= SAME * float(
-                own.norm()
-            )
-            if not is_same:
+            fits, most = given.shape == own.shape, SAME * float(own.norm())
+            if not (fits and float((given - own).norm()) <= most):
                 raise UnsupportedModelError(
                     f"{self.name} makes other keys and values of latents than DeepSeek's: the "
                     "weight of kv_b_proj has the rows of K and then those of V of each head"
@@ -336,13 +334,6 @@ def hands_latents(module: torch.nn.Module) -> bool:
 def heads_of(module: torch.nn.Module, latent_dim: int, rope_dim: int) -> LatentHeads:
     name = f"layer {getattr(module, 'layer_idx', None)} ({type(module).__name__})"
     return LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
-
-
-def check_latent_layers(model: torch.nn.Module, *, latent_dim: int, rope_dim: int) -> None:
-    """Raise UnsupportedModelError unless the layers of a model decode from latent rows."""
-    for module in model.modules():
-        if hasattr(module, "kv_b_proj"):
-            heads_of(module, latent_dim, rope_dim)
 
 
 def check_latents(layer: int, keys: torch.Tensor, values: torch.Tensor, fmt: LatentFormat) -> None:

@@ -48,12 +48,11 @@ class _Latents(DynamicCache):
 class _Watch(threading.local):
     """The observer of attention in this thread."""
 
-    def __init__(self) -> None:
-        self.observer: Observer | None = None
-        self.owners: dict[int, int] = {}
-        self.last: torch.nn.Module | None = None
-        self.out: torch.Tensor | None = None
-        self.latents: _Latents | None = None
+    owners: dict[int, int]
+    observer: Observer | None = None
+    last: torch.nn.Module | None = None
+    out: torch.Tensor | None = None
+    latents: _Latents | None = None
 
     def show(
         self,

@@ -139,13 +139,12 @@ def figures(
         tokens = min([TOKENS, *(one for one in ends if isinstance(one, int) and one > 1)])
         generator = torch.Generator("cpu").manual_seed(0)
         ids = torch.randint(config.vocab_size, (1, tokens), generator=generator, device="cpu")
-    places = {layer: at for at, layer in enumerate(layers.places)}
     found: list[list[torch.Tensor]] = [[] for _ in formats]
 
     def observer(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> None:
-        if (at := places.get(layer)) is not None:
+        if (at := layers.at.get(layer)) is not None:
             for one, rows in zip(found, formats, strict=True):
                 one.append(divergence(q, k, rows[at], scale, layers.windows[at]))
 
