@@ -274,29 +274,23 @@ def _kept_plan(source: str) -> str:
     if plan is None:
         try:
             with locked(path):
-                plan = _made_plan(source, identity)
+                what, kept = "making a plan, which takes minutes", partial(stored_plan, identity)
+                plan = _made_apart(what, ["calibrate", source], kept)
         except OSError as error:
             raise ConfigError(
                 f'no plan can be kept ({error}): set KVQUANT_CACHE_DIR, or leave "plan" out'
             ) from error
-    if reason := costs_too_much(plan):
-        raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
-    bare = plan.facts["measured"]["kl"]
-    log.info("kvquant: plan taken from %s: KL %.2g nats per token without 16-bit rows", path, bare)
-    return str(path)
-
-
-def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
-    """Make and keep a model's plan."""
-    what = "making a plan, which takes minutes"
-    plan = _made_apart(what, ["calibrate", source], lambda: stored_plan(identity))
     if plan is None:
         raise ConfigError(
             f'"plan" is "auto", no plan of {source} is kept, and `kvquant calibrate {source}` made '
             "none (its words are above): run it where the model has room, and start the engine "
             "again"
         )
-    return plan
+    if reason := costs_too_much(plan):
+        raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
+    bare = plan.facts["measured"]["kl"]
+    log.info("kvquant: plan taken from %s: KL %.2g nats per token without 16-bit rows", path, bare)
+    return str(path)
 
 
 def _made_apart(
