@@ -135,13 +135,10 @@ class Settings:
 
     def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
         """The layout of a layer's pages; ConfigError if no format has this head_dim."""
-        k_format, v_format = (
-            RowFormat.parse(default_format(side, dim) if name is None else name, dim)
-            for side, name, dim in (
-                ("k", self.k_format, head_dim),
-                ("v", self.v_format, v_head_dim),
-            )
-        )
+        k_name = default_format("k", head_dim) if self.k_format is None else self.k_format
+        k_format = RowFormat.parse(k_name, head_dim)
+        v_name = default_format("v", v_head_dim) if self.v_format is None else self.v_format
+        v_format = RowFormat.parse(v_name, v_head_dim)
         check_head_dims(k_format, v_format)
         return PageLayout(k_format, v_format, num_kv_heads)
 
