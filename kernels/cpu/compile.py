@@ -100,11 +100,6 @@ class KernelCache(NullCache):
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    @property
-    def cache_path(self) -> str:
-        """The folder."""
-        return str(cache_folder() / "cpu")
-
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
         """What was kept for a signature; None if there is nothing, or it cannot be used."""
         target_context.refresh()

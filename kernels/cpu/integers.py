@@ -39,13 +39,10 @@ def _elements_of(fmt: RowFormat, nbytes: int) -> int:
 
 def _may_serve(fmt: AnyFormat, heads: int, nbytes: int) -> bool:
     """Whether rows are vectors of such pieces, each in one group or of whole groups."""
-    if (
-        heads > MAX_INTEGER_HEADS
-        or not isinstance(fmt, RowFormat)
-        or not fmt.pick(
-            nibbles=True, quarters=True, planes=False, elements=False, bytes=fmt.facts.is_integer
-        )
-    ):
+    if heads > MAX_INTEGER_HEADS or not isinstance(fmt, RowFormat):
+        return False
+    is_integer = fmt.facts.is_integer
+    if not fmt.pick(nibbles=True, quarters=True, planes=False, elements=False, bytes=is_integer):
         return False
     piece, group = _elements_of(fmt, nbytes), fmt.group_size
     return fmt.head_dim % piece == 0 and group % LANES == 0 and 0 in (group % piece, piece % group)

@@ -225,8 +225,7 @@ def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses)
         scale = b.fdiv(emit.call("llvm.maxnum", mx, b.fneg(mn)), emit.constant(levels))
         scale = emit.call("llvm.maxnum", scale, emit.constant(float(np.float32(LEAST_DS_SCALE))))
         scale = _power_up(emit, scale)
-        first = ir.Constant(ir.VectorType(I32, fmt.groups), list(range(fmt.groups)))
-        emit.store(emit.at(row, fmt.code_bytes), b.shuffle_vector(scale, scale, first))
+        emit.store(emit.at(row, fmt.code_bytes), emit.pick_lanes(scale, range(fmt.groups)))
         emit.store(shifts, emit.constant(0.0))
         emit.store(inverses, b.fdiv(emit.constant(1.0), scale))
         return
@@ -244,9 +243,8 @@ def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses)
     scale_bits, scale = _without_negative_zero(emit, _half_up(emit, b.fmul(reach, step)))
     is_zero = b.fcmp_ordered("==", scale, emit.constant(0.0))
     inverse = b.select(is_zero, emit.constant(0.0), b.fdiv(emit.constant(1.0), scale))
-    lanes = [ir.Constant(I32, group + LANES * i) for group in range(fmt.groups) for i in (0, 1)]
-    pairs = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
-    emit.store(row, b.shuffle_vector(scale_bits, shift_bits, pairs))
+    lanes = [group + LANES * i for group in range(fmt.groups) for i in (0, 1)]
+    emit.store(row, b.shuffle_vector(scale_bits, shift_bits, emit.each(lanes, I32)))
     emit.store(shifts, shift)
     emit.store(inverses, inverse)
 
@@ -347,10 +345,8 @@ def make_quantize_kernel(format_spec, dtype):
                 element = number * LANES
                 if whole_chunks:
                     group = element // group_size
-                    shift, inverse = (
-                        load_splat(shifts + 4 * group),
-                        load_splat(inverses + 4 * group),
-                    )
+                    shift = load_splat(shifts + 4 * group)
+                    inverse = load_splat(inverses + 4 * group)
                 else:
                     for lane in range(LANES):
                         group = (element + lane) // group_size

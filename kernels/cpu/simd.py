@@ -240,9 +240,7 @@ class Emitter:
         A tree: two vectors become one by adding the even to the odd lanes of their concatenation.
         """
         b = self.builder
-        pairs = [ir.Constant(I32, lane) for lane in range(2 * LANES)]
-        even = ir.Constant(ir.VectorType(I32, LANES), pairs[0::2])
-        odd = ir.Constant(ir.VectorType(I32, LANES), pairs[1::2])
+        even, odd = (self.each(range(first, 2 * LANES, 2), I32) for first in (0, 1))
         zero = self.constant(0.0)
         while len(vectors) > 1:
             halves = []

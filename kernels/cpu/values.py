@@ -99,29 +99,21 @@ class RowReader:
         if fmt.pick(scales=True, pairs=False):
             scales = emit.load(emit.at(row, fmt.code_bytes), F32, fmt.groups)
             zeros = emit.constant(0.0, F32, fmt.groups)
-            lanes = [
-                ir.Constant(I32, group + i * fmt.groups)
-                for group in range(fmt.groups)
-                for i in (0, 1)
-            ]
-            pairs = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
-            floats = emit.builder.shuffle_vector(scales, zeros, pairs)
+            pairs = [group + i * fmt.groups for group in range(fmt.groups) for i in (0, 1)]
+            floats = emit.builder.shuffle_vector(scales, zeros, emit.each(pairs, I32))
         else:
             floats = emit.from_half(emit.load(row, I16, 2 * fmt.groups))
             if fmt.pick(integers=False, e4m3=True):  # see unpack
-                factors = [ir.Constant(F32, factor) for factor in (256.0, 1.0) * fmt.groups]
-                floats = emit.builder.fmul(floats, ir.Constant(floats.type, factors))
+                factors = emit.each((256.0, 1.0) * fmt.groups, F32)
+                floats = emit.builder.fmul(floats, factors)
         if fmt.group_size % LANES == 0:
             emit.store(params, floats)
             return
         for i in range(2 * self.chunks):
             chunk, is_shift = divmod(i, 2)
             elements = [chunk * LANES + element for element in order_of(fmt)]
-            lanes = [ir.Constant(I32, 2 * (e // fmt.group_size) + is_shift) for e in elements]
-            spread = ir.Constant(ir.VectorType(I32, LANES), lanes)
-            emit.store(
-                emit.at(params, 4 * LANES * i), emit.builder.shuffle_vector(floats, floats, spread)
-            )
+            lanes = [2 * (e // fmt.group_size) + is_shift for e in elements]
+            emit.store(emit.at(params, 4 * LANES * i), emit.pick_lanes(floats, lanes))
 
     def scaling(self, params, chunk):
         """A scale and a shift of a chunk, or a table of all values; None of 16-bit elements."""
@@ -336,14 +328,10 @@ def score_block(emit, format_spec, in_integers, heads, least, q, row, stride, co
     else:
         scores = _scores(emit, fmt, heads, q, rows, row_params)
     scores = emit.fma(scores, emit.constant(0.0), scores)
-    lanes = ir.Constant(ir.VectorType(I32, LANES), [ir.Constant(I32, i) for i in range(LANES)])
     limit = b.trunc(b.mul(count, ir.Constant(I64, heads)), I32)
-    limit = b.select(
-        b.icmp_signed("<", limit, ir.Constant(I32, tokens * heads)),
-        limit,
-        ir.Constant(I32, tokens * heads),
-    )
-    within = b.icmp_signed("<", lanes, emit.splat(limit))
+    most = ir.Constant(I32, tokens * heads)
+    limit = b.select(b.icmp_signed("<", limit, most), limit, most)
+    within = b.icmp_signed("<", emit.each(range(LANES), I32), emit.splat(limit))
     return b.select(within, scores, emit.constant(-math.inf))
 
 

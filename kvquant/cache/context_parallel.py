@@ -138,10 +138,8 @@ class ContextParallelCache(NoShallowCopy):
             >>> [ContextParallelCache.tokens_of(1000, rank, 3, block_len=100) for rank in range(3)]
             [400, 300, 300]
         """
-        tokens, block_len = (
-            check_size("tokens", tokens),
-            check_size("block_len", block_len, at_least=1),
-        )
+        tokens = check_size("tokens", tokens)
+        block_len = check_size("block_len", block_len, at_least=1)
         world_size = check_size("world_size", world_size, at_least=1)
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank is {shown(rank)}: give one of 0 to {world_size - 1}")

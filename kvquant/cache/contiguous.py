@@ -229,10 +229,11 @@ class KVCache(NoShallowCopy):
     def __repr__(self) -> str:
         exact = f"{self.exact_format} sinks and recent tokens: {self.sink_len} and "
         others = ", bases" * bool(self.bases) + ", windows" * any(self.windows)
+        devices = " and ".join(map(str, self._counters))
         return (
             f"{type(self).__name__}({self.num_layers} layers, {self.batch} sequences, "
             f"{self.LAYER.row_kind.described(self.num_kv_heads, *self._formats)}, max_seq_len "
-            f"{self.max_seq_len}, {exact}{self.recent_len}{others}, on {self._where})"
+            f"{self.max_seq_len}, {exact}{self.recent_len}{others}, on {devices})"
         )
 
     @property
@@ -249,10 +250,6 @@ class KVCache(NoShallowCopy):
     def is_spread(self) -> bool:
         """Whether layers lie on several devices."""
         return len(self._counters) > 1
-
-    @property
-    def _where(self) -> str:
-        return " and ".join(map(str, self._counters))
 
     @property
     def bases(self) -> list[LayerBasis] | None:

@@ -390,12 +390,9 @@ class LayerCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the values in token order, with room for more; see KVCache.dequantized."""
         lens = self.held_lens.tolist()
+        shape = *self.k_packed.shape[:2], max(lens) + room
         outs = tuple(
-            torch.zeros(
-                (*self.k_packed.shape[:2], max(lens) + room, fmt.head_dim),
-                dtype=dtype,
-                device=self.device,
-            )
+            torch.zeros(*shape, fmt.head_dim, dtype=dtype, device=self.device)
             for fmt in (self.k_format, self.v_format)
         )
         segments, stored = self.segments_in_order(), torch.float32 if self.basis else dtype

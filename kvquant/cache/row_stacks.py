@@ -21,8 +21,8 @@ class RowStacks(NotCopied):
     The argument formats has one for each layer; unit_len is the rows of a unit and a head.
 
     Attributes:
-        formats: all different ones.
-        stacks: for each of them [its layers, num_units, num_kv_heads, unit_len, row_bytes], uint8.
+        stacks: for each different format [its layers, num_units, num_kv_heads, unit_len,
+            row_bytes], uint8.
         layers: for every layer [num_units, num_kv_heads, unit_len, row_bytes], a view of a stack.
     """
 
@@ -36,8 +36,7 @@ class RowStacks(NotCopied):
     ) -> None:
         self.stacks: list[torch.Tensor] = []
         views: dict[int, torch.Tensor] = {}
-        self.formats = list(dict.fromkeys(formats))
-        for fmt in self.formats:
+        for fmt in dict.fromkeys(formats):
             layers = [layer for layer, other in enumerate(formats) if other == fmt]
             shape = (len(layers), num_units, num_kv_heads, unit_len, fmt.row_bytes)
             what = f"rows of {list(shape)} bytes"

@@ -135,13 +135,10 @@ class Settings:
 
     def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
         """The layout of a layer's pages; ConfigError if no format has this head_dim."""
-        k_format, v_format = (
-            RowFormat.parse(default_format(side, dim) if name is None else name, dim)
-            for side, name, dim in (
-                ("k", self.k_format, head_dim),
-                ("v", self.v_format, v_head_dim),
-            )
-        )
+        k_name = default_format("k", head_dim) if self.k_format is None else self.k_format
+        k_format = RowFormat.parse(k_name, head_dim)
+        v_name = default_format("v", v_head_dim) if self.v_format is None else self.v_format
+        v_format = RowFormat.parse(v_name, v_head_dim)
         check_head_dims(k_format, v_format)
         return PageLayout(k_format, v_format, num_kv_heads)
 
@@ -274,29 +271,23 @@ def _kept_plan(source: str) -> str:
     if plan is None:
         try:
             with locked(path):
-                plan = _made_plan(source, identity)
+                what, kept = "making a plan, which takes minutes", partial(stored_plan, identity)
+                plan = _made_apart(what, ["calibrate", source], kept)
         except OSError as error:
             raise ConfigError(
                 f'no plan can be kept ({error}): set KVQUANT_CACHE_DIR, or leave "plan" out'
             ) from error
-    if reason := costs_too_much(plan):
-        raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
-    bare = plan.facts["measured"]["kl"]
-    log.info("kvquant: plan taken from %s: KL %.2g nats per token without 16-bit rows", path, bare)
-    return str(path)
-
-
-def _made_plan(source: str, identity: Mapping[str, str]) -> CachePlan:
-    """Make and keep a model's plan."""
-    what = "making a plan, which takes minutes"
-    plan = _made_apart(what, ["calibrate", source], lambda: stored_plan(identity))
     if plan is None:
         raise ConfigError(
             f'"plan" is "auto", no plan of {source} is kept, and `kvquant calibrate {source}` made '
             "none (its words are above): run it where the model has room, and start the engine "
             "again"
         )
-    return plan
+    if reason := costs_too_much(plan):
+        raise ConfigError(f'{reason} ({path}): leave "plan" out, which gives the default formats')
+    bare = plan.facts["measured"]["kl"]
+    log.info("kvquant: plan taken from %s: KL %.2g nats per token without 16-bit rows", path, bare)
+    return str(path)
 
 
 def _made_apart(

@@ -30,7 +30,7 @@ from ..rows.format import RowFormat
 from ..rows.segment import Segment
 from ..rows.slots import Slots
 from .contract import LayerRows, Lengths, NewTokens, Pages
-from .window import Window, WindowRows
+from .window import Window
 
 # queries of a chunk that attends to rows, made up to one of these: each number of them would be
 # another kernel to compile; for more it pays to dequantize the rows once
@@ -191,7 +191,7 @@ def append(
     exact = {}
     if layer.window is not None:
         layer.window.read()
-        where, exact = layer.window.slots(slots), layer.window.options
+        where, exact = layer.window.window.slots(slots), layer.window.options
     append_rows(
         k[: len(slots)],
         v[: len(slots)],
@@ -236,12 +236,17 @@ def attend(
             _attend_causally(layer, *own, step.lengths(counts, counts), out[tokens])
             continue
         for chunk in chunks:
-            tokens = slice(chunk.first, chunk.end)
-            if chunk.end - chunk.first <= FEW:
-                out[tokens] = _attend_with_few(layer, step, chunk.sequence, q[tokens], pages)
+            tokens, count = slice(chunk.first, chunk.end), chunk.end - chunk.first
+            if count <= FEW:
+                width = next(width for width in WIDTHS if width >= count)
+                padded = q.new_empty(1, width, *q.shape[1:])
+                padded[0, :count] = q[tokens]
+                one = slice(chunk.sequence, chunk.sequence + 1)
+                found = _attend_to_rows(layer, step, one, padded, step.int32(count), pages)
+                out[tokens] = found[0, :count]
                 continue
             seen = _seen(layer, step, chunk, k[tokens], v[tokens], pages)
-            lengths = step.lengths((chunk.end - chunk.first,), (len(seen[0]),))
+            lengths = step.lengths((count,), (len(seen[0]),))
             _attend_causally(layer, q[tokens], *seen, lengths, out[tokens])
 
 
@@ -270,18 +275,6 @@ def _attend_causally(
             layer.variant,
         )
         out[queries] = found[0].transpose(0, 1)
-
-
-def _attend_with_few(
-    layer: LayerRows, step: Step, sequence: int, q: torch.Tensor, pages: Pages
-) -> torch.Tensor:
-    """Attend with the last tokens of one sequence to rows alone."""
-    count = len(q)
-    width = next(width for width in WIDTHS if width >= count)
-    padded = q.new_empty(1, width, *q.shape[1:])
-    padded[0, :count] = q
-    one, q_lens = slice(sequence, sequence + 1), step.int32(count)
-    return _attend_to_rows(layer, step, one, padded, q_lens, pages)[0, :count]
 
 
 def _attend_to_rows(
@@ -320,38 +313,28 @@ def _seen(
     k_rows, v_rows = layer.layout.views(pages)
     slots = step.slots(chunk.sequence, first, past, k_rows.shape[2])
     k_format, v_format, _ = layer.layout
-    k_basis, v_basis = layer.basis or (None, None)
+    bases = k_basis, v_basis = layer.basis or (None, None)
     keys = _behind_past(k, k_rows, k_format, k_basis, slots)
     values = _behind_past(v, v_rows, v_format, v_basis, slots)
-    if layer.window is not None:
-        _put_window(layer, layer.window, step, chunk, first, keys, values)
-    return keys, values
-
-
-def _put_window(
-    layer: LayerRows,
-    window: WindowRows,
-    step: Step,
-    chunk: Chunk,
-    first: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Replace past tokens of a chunk, from token first on, by their 16-bit rows."""
-    assert window.window.step is not None
-    tokens, positions, has_slot = window.window.step.seen[chunk.sequence]
+    exact = layer.window
+    if exact is None:
+        return keys, values
+    # past tokens that have 16-bit rows are replaced by these
+    assert exact.window.step is not None
+    tokens, positions, has_slot = exact.window.step.seen[chunk.sequence]
     key = "window", chunk.sequence, first
     if key not in step.kept:
         chosen = (positions >= first).nonzero()[:, 0]
         both = torch.stack([positions[chosen] - first, chosen])
         step.kept[key] = both.to(keys.device, non_blocking=True).unbind()
     at, chosen = step.kept[key]
-    formats, bases = (window.k_format, window.v_format), layer.basis or (None, None)
-    for out, stored, fmt, basis in zip((keys, values), window.seen, formats, bases, strict=True):
+    formats = exact.k_format, exact.v_format
+    for out, stored, fmt, basis in zip((keys, values), exact.seen, formats, bases, strict=True):
         rows = stored[tokens].view(torch.uint8)[:, :, None]
         found = out.new_empty(len(chosen), *out.shape[1:])
         dequantize_past(rows, fmt, basis, chosen, found)
         out[at] = torch.where(has_slot, found, out[at])
+    return keys, values
 
 
 def _behind_past(

@@ -339,9 +339,9 @@ class Window:
         exact_len = self.split.exact_len
         return kept, (slot[place], rows // exact_len, rows % exact_len)
 
-    def exact_slots(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The 16-bit slots of the step's tokens, with padding, and as many NONE."""
-        return self._exact[:tokens], self._nowhere[:tokens]
+    def slots(self, packed: torch.Tensor) -> Slots:
+        """Where the step's tokens go, with padding, beside their packed slots."""
+        return Slots(packed, self._exact[: len(packed)], self._nowhere[: len(packed)])
 
     def _refill(
         self,
@@ -459,32 +459,18 @@ class WindowRows:
         one of their pages in this step."""
         step = self.window.step
         if step is not None and step.refill is not None:
-            self._refill(step.refill, k_pages, v_pages, formats)
+            packed, source, target = step.refill
+            for side, (pages, fmt) in enumerate(zip((k_pages, v_pages), formats, strict=True)):
+                own, decoded = self.seen[side], dequantize_pages(pages, fmt, packed, self.dtype)
+                self.seen[side] = torch.where((source >= 0)[:, None, None], own, decoded)
+            nowhere = torch.full_like(target, NONE)
+            slots = Slots(nowhere, target, nowhere)
+            k, v = self.seen
+            append_rows(k, v, k_pages, v_pages, slots, *formats, **self.options)
         if step is not None and step.stored is not None:
             slot, to, row = step.stored
             for rows in (self.k_rows, self.v_rows):
                 rows[to, :, row] = rows[slot, :, : self.window.first_len].transpose(1, 2)
-
-    def _refill(
-        self,
-        refill: Refill,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        formats: tuple[RowFormat, RowFormat],
-    ) -> None:
-        packed, source, target = refill
-        for side, (pages, fmt) in enumerate(zip((k_pages, v_pages), formats, strict=True)):
-            decoded = dequantize_pages(pages, fmt, packed, self.dtype)
-            self.seen[side] = torch.where((source >= 0)[:, None, None], self.seen[side], decoded)
-        nowhere = torch.full_like(target, NONE)
-        slots = Slots(nowhere, target, nowhere)
-        k, v = self.seen
-        append_rows(k, v, k_pages, v_pages, slots, *formats, **self.options)
-
-    def slots(self, packed: torch.Tensor) -> Slots:
-        """Where new tokens go, beside their packed slots."""
-        exact, nowhere = self.window.exact_slots(len(packed))
-        return Slots(packed, exact, nowhere)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ after sequence, tokens in their order. A tensor without rows is left out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def save_cache(
     path = check_name(path)
     manifest = _manifest_of(cache, model, creation)
     sources = {
-        part.name: TensorSource(torch.uint8, part.shape, _reader(cache, part))
+        part.name: TensorSource(torch.uint8, part.shape, partial(_chunks, cache, part))
         for part in manifest.parts.values()
     }
     save_safetensors(path, sources, partial(sealed, manifest.plain()))
@@ -208,18 +208,14 @@ def _manifest_of(
     )
 
 
-def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
-    """An iterator factory of a part's rows in file order, one sequence at a time."""
-
-    def chunks() -> Iterator[torch.Tensor]:
-        layer = cache.layers[part.layer]
-        rows = getattr(layer, part.attribute)
-        for b in range(cache.batch):
-            chunk = rows[b][:, _slots(layer, part, b)].transpose(0, 1)
-            check_values(chunk, part, part.starts[b])
-            yield chunk
-
-    return chunks
+def _chunks(cache: KVCache, part: Part) -> Iterator[torch.Tensor]:
+    """A part's rows in file order, one sequence at a time."""
+    layer = cache.layers[part.layer]
+    rows = getattr(layer, part.attribute)
+    for b in range(cache.batch):
+        chunk = rows[b][:, _slots(layer, part, b)].transpose(0, 1)
+        check_values(chunk, part, part.starts[b])
+        yield chunk
 
 
 def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor:

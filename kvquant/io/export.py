@@ -285,17 +285,13 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
 
 def _padded(
     batch: int, shape: tuple[int, ...], dtype: torch.dtype, rows_of: Callable[[int], torch.Tensor]
-) -> Callable[[], Iterator[torch.Tensor]]:
-    """An iterator factory of each sequence's values, padded with zeros."""
-
-    def chunks() -> Iterator[torch.Tensor]:
-        for b in range(batch):
-            out = torch.zeros(shape, dtype=dtype, device="cpu")
-            values = rows_of(b)
-            out[tuple(map(slice, values.shape))] = values.cpu()
-            yield out
-
-    return chunks
+) -> Iterator[torch.Tensor]:
+    """Each sequence's values, padded with zeros."""
+    for b in range(batch):
+        out = torch.zeros(shape, dtype=dtype, device="cpu")
+        values = rows_of(b)
+        out[tuple(map(slice, values.shape))] = values.cpu()
+        yield out
 
 
 def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
@@ -304,7 +300,8 @@ def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
     for i, layer in enumerate(cache.layers):
         for side, fmt in (("k", layer.k_format), ("v", layer.v_format)):
             shape: tuple[int, ...] = (cache.num_kv_heads, longest, fmt.head_dim)
-            values = _padded(cache.batch, shape, dtype, partial(_values_of, cache, dtype, i, side))
+            own = partial(_values_of, cache, dtype, i, side)
+            values = partial(_padded, cache.batch, shape, dtype, own)
             if cache.latent:  # of one KV head, which such rows do not speak of
                 side, shape = {"k": "latent", "v": "rope"}[side], shape[1:]
             tensors[f"layers.{i}.{side}"] = TensorSource(dtype, (cache.batch, *shape), values)
@@ -349,7 +346,7 @@ def _packed(cache: KVCache, to: str) -> tuple[dict[str, TensorSource], list[str]
             shape = cache.batch, *size[:2], *words
             for side in "kv":
                 rows = partial(_rows_for, cache, to, place, i, side)
-                chunks = _padded(cache.batch, size, torch.uint8, rows)
+                chunks = partial(_padded, cache.batch, size, torch.uint8, rows)
                 tensors[f"layers.{i}.{name}_{side.upper()}"] = TensorSource(dtype, shape, chunks)
     return tensors, _notes(cache, to, longest)
 
@@ -399,7 +396,8 @@ def _latent_pages(cache: LatentKVCache) -> dict[str, TensorSource]:
             sides = zip("kv", fmt.parts, strict=True)
             return torch.cat([_packed_rows(cache, i, side, b, part) for side, part in sides], -1)
 
-        chunks = _padded(cache.batch, (count * PAGE, 1, fmt.row_bytes), torch.uint8, rows)
+        size = count * PAGE, 1, fmt.row_bytes
+        chunks = partial(_padded, cache.batch, size, torch.uint8, rows)
         shape = cache.batch * count, PAGE, 1, fmt.row_bytes
         tensors[f"layers.{i}.kv"] = TensorSource(torch.uint8, shape, chunks)
     pages = torch.arange(cache.batch * count, dtype=torch.int32, device="cpu")

@@ -35,7 +35,7 @@ import torch
 from ..cache.checks import check_holds
 from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
-from ..paged.pool import SequenceId
+from ..paged.pool import Arrival, SequenceId
 from ..paged.state import listed, plain_id
 from ..rows.arguments import check_kind
 from .container import RowsFile, check_values
@@ -239,19 +239,13 @@ def _place_rows(
     cache: PagedKVCache, file: RowsFile[SequencesManifest], ids: Sequence[SequenceId]
 ) -> None:
     manifest, sequences = file.contents, file.contents.sequences
+    arrivals = {}
+    for sequence_id, one in zip(ids, sequences, strict=True):
+        dropped = [window.first_seen(one.packed_len) for window in cache.state.pool.windows]
+        known = one.tokens, one.namespace, dropped
+        arrivals[sequence_id] = Arrival(one.length, one.packed_len, one.pages, *known)
     with cache.swap_space.hinting():
-        pages = cache.state.place(
-            ids,
-            [sequence.length for sequence in sequences],
-            [sequence.packed_len for sequence in sequences],
-            [sequence.pages for sequence in sequences],
-            [sequence.tokens for sequence in sequences],
-            [sequence.namespace for sequence in sequences],
-            dropped=[
-                [window.first_seen(sequence.packed_len) for window in cache.state.pool.windows]
-                for sequence in sequences
-            ],
-        )
+        pages = cache.state.place(arrivals)
     with cache.state.or_free(ids):
         in_groups = range(len(cache.state.groups))
         tables = [cache.state.places(group, pages) for group in in_groups]

@@ -165,12 +165,6 @@ class RowSerde(Serializer, Deserializer):
             )
         return shape[-3], shape[-2], heads
 
-    def _by_side(self, values: torch.Tensor) -> torch.Tensor:
-        sizes = self._sizes(values.shape)  # torch finds none for -1 where there is no token
-        if values.ndim == 4:
-            return values.view(2, *sizes, self.head_dim)
-        return values.view(*sizes, 2, self.head_dim).movedim(-2, 0)
-
     def _formats_of(self, layer: int) -> tuple[RowFormat, RowFormat]:
         return self._formats[0 if self.plan is None else layer]
 
@@ -187,8 +181,12 @@ class RowSerde(Serializer, Deserializer):
         for group, shape in enumerate(obj.get_shapes()):
             whole = obj.get_tensor(group)
             assert whole is not None
-            whole = self._by_side(whole.view(shape))
-            _, layers, tokens, heads, _ = whole.shape
+            # with all sizes: torch finds none for -1 where there is no token
+            layers, tokens, heads = sizes = self._sizes(shape)
+            if len(shape) == 4:
+                whole = whole.view(2, *sizes, self.head_dim)
+            else:
+                whole = whole.view(*sizes, 2, self.head_dim).movedim(-2, 0)
             bases = None if self.plan is None else _bases_of(self.plan, heads, key.kv_rank)
             for side in range(2):
                 for layer in range(layers):

@@ -85,9 +85,8 @@ def _dequantize(
     backend = kernels_for(rows, backend)
     # latent rows and their parts have none
     has_kernel = isinstance(fmt, RowFormat) and fmt.is_of_heads
-    if (
-        backend == "cuda" and has_kernel and not debug.enabled
-    ):  # the launcher checks only calls it has not seen
+    if backend == "cuda" and has_kernel and not debug.enabled:
+        # the launcher checks only calls it has not seen
         check = functools.partial(check_dequantize, rows, fmt, slots, out)
         _dequantize_cuda()(rows, fmt, slots, out, check=check)
         return

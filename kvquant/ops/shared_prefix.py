@@ -139,7 +139,7 @@ def attend_shared(
         found = [
             x.view(heads[0], num_members, heads[1], *x.shape[2:]) for x in state if x is not None
         ]
-        out, lse = _merged(out, lse, found[0], found[1], members)
+        out, lse = _merged((out, lse), found, members)
     if given.ndim == 4:
         out, lse = out.view(*given.shape[:-1], out.shape[-1]), lse.view(given.shape[:-1])
         seq_lens = (lse[..., 0] != -torch.inf).int()  # all that counts: whether there are any
@@ -169,25 +169,19 @@ def _queries_of(
     return queries.flatten()
 
 
-def _merged(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    prefix_out: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    members: torch.Tensor | None,
-) -> State:
-    """Merge the members' states, [num_kv_heads, num_members, ...], into those of all."""
-    of_prefix = [x.transpose(0, 1).flatten(1, 2) for x in (prefix_out, prefix_lse)]
+def _merged(own: State, found: list[torch.Tensor], members: torch.Tensor | None) -> State:
+    """Merge the members' out and lse, [num_kv_heads, num_members, ...], into those of all."""
+    out, lse = (x.transpose(0, 1).flatten(1, 2) for x in found)
     if members is None:
-        return merge_states((out, lse), (of_prefix[0], of_prefix[1]))
+        return merge_states(own, (out, lse))
     # the member that each sequence is; the others get an empty state, padded behind the last one
-    batch, num_members = out.shape[0], len(members)
+    batch, num_members = len(own[0]), len(members)
     sequences = torch.where(members < 0, batch, members)
     numbers = torch.arange(num_members, device=members.device)
     member = members.new_full((batch + 1,), num_members).index_copy(0, sequences, numbers)[:batch]
-    padded_out = torch.nn.functional.pad(of_prefix[0], (0, 0, 0, 0, 0, 1))
-    padded_lse = torch.nn.functional.pad(of_prefix[1], (0, 0, 0, 1), value=-torch.inf)
-    return merge_states((out, lse), (padded_out[member], padded_lse[member]))
+    padded_out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+    padded_lse = torch.nn.functional.pad(lse, (0, 0, 0, 1), value=-torch.inf)
+    return merge_states(own, (padded_out[member], padded_lse[member]))
 
 
 def _add_prefix(

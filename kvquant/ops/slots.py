@@ -101,8 +101,7 @@ def _find_slots(call: SlotsCall) -> Slots:
         new = call.new_tokens if call.new_lens is None else call.new_lens
         tokens = Split(call.sink_len, call.recent_len, call.page_size)
         last = tokens.packed_lens(call.seq_lens.long() + new, call.packed_lens.long())
-        _check_room(last, call.page_size, call.block_table)
-        _check_places(last, call.page_size, call.block_table, call.seq_slots)
+        _check_places(last, call)
     return reference_slots(call)
 
 
@@ -187,13 +186,17 @@ def _check_lens(call: SlotsCall) -> None:
         raise ShapeError(f"new_lens is {new_lens.tolist()}: give [batch] of 0 to {new_tokens}")
 
 
-def _check_places(
-    packed_lens: torch.Tensor,
-    page_size: int,
-    block_table: torch.Tensor | None,
-    seq_slots: torch.Tensor | None,
-) -> None:
-    """Raise unless pages in use and sequence slots exist; reads values."""
+def _check_places(packed_lens: torch.Tensor, call: SlotsCall) -> None:
+    """Raise unless packed tokens have room in pages that exist, as sequence slots; reads values."""
+    page_size, block_table, seq_slots = call.page_size, call.block_table, call.seq_slots
+    room = page_size * (1 if block_table is None else block_table.shape[1])
+    over = packed_lens > room
+    if bool(over.any()):
+        sequence = int(over.nonzero()[0])
+        raise ShapeError(
+            f"sequence {sequence} would have {int(packed_lens[sequence])} packed tokens: there is "
+            f"room for {room}. Give it more pages, or crop it"
+        )
     if block_table is not None:
         at = torch.arange(block_table.shape[1], device=block_table.device) * page_size
         bad = (_is_no_place(block_table) & (at < packed_lens[:, None])).nonzero()
@@ -211,19 +214,6 @@ def _check_places(
 def _is_no_place(numbers: torch.Tensor) -> torch.Tensor:
     """Which numbers cannot be a page or a sequence slot: int64 must hold the slots."""
     return (numbers < 0) | (numbers > MAX_LENGTH)
-
-
-def _check_room(
-    packed_lens: torch.Tensor, page_size: int, block_table: torch.Tensor | None
-) -> None:
-    room = page_size * (1 if block_table is None else block_table.shape[1])
-    over = packed_lens > room
-    if bool(over.any()):
-        sequence = int(over.nonzero()[0])
-        raise ShapeError(
-            f"sequence {sequence} would have {int(packed_lens[sequence])} packed tokens: there is "
-            f"room for {room}. Give it more pages, or crop it"
-        )
 
 
 def _check_targets(name: str, slots: torch.Tensor, count: int) -> None:

@@ -535,11 +535,8 @@ class StepBatch(NotCopied):
     def _share(self, step: Step, used: Numbers, arrays: Mapping[str, Numbers]) -> None:
         """Find the pages that this step reads once, and set the tensors for them."""
         state, seq_slots = self.cache.state, step.seq_slots
-        count, page_size, packed_lens = (
-            len(seq_slots),
-            state.split.page_size,
-            state.packed_lens[seq_slots],
-        )
+        count, page_size = len(seq_slots), state.split.page_size
+        packed_lens = state.packed_lens[seq_slots]
         prefix = None
         longest = int(packed_lens.max(initial=0))
         if self.shared_prefix or self.pays(count, count, longest, self._ratio):

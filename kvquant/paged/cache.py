@@ -205,11 +205,8 @@ class PagedKVCache(NotCopied):
         what = f"the bookkeeping of {num_pages} pages and {max_num_seqs} sequence slots"
         check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
         in_groups = [
-            (
-                [at for at, window in enumerate(self.windows) if window == group.window],
-                group.num_pages,
-            )
-            for group in groups
+            ([i for i, window in enumerate(self.windows) if window == size.window], size.num_pages)
+            for size in groups
         ]
         sizes = self.num_kv_heads, in_groups, max_num_seqs
         self.rows = PagedRows(self.row_kind, *sides, exact_format, *sizes, split, kept, self.device)

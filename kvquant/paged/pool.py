@@ -39,6 +39,19 @@ class Prefix(NamedTuple):
     root: int | None
 
 
+class Arrival(NamedTuple):
+    """A sequence of another pool: its tokens, those in pages, these pages, numbered from 0 without
+    gaps, its known first tokens, its namespace, and its first pages no longer seen in each window.
+    """
+
+    length: int
+    packed_len: int
+    pages: Sequence[int]
+    tokens: Sequence[int]
+    namespace: str | None
+    dropped: Sequence[int]
+
+
 class Growth(NamedTuple):
     """What an append asks of the device, before the new tokens are written.
 
@@ -228,30 +241,15 @@ class PagePool:
         pages, dropped = list(parent.pages), list(parent.dropped)
         self._sequences[child_id] = replace(parent, pages=pages, dropped=dropped, room=0)
 
-    def place(
-        self,
-        tables: Mapping[SequenceId, Sequence[int]],
-        lengths: Sequence[int],
-        namespaces: Sequence[str | None] = (),
-        dropped: Sequence[Sequence[int]] = (),
-    ) -> list[int]:
+    def place(self, arrivals: Mapping[SequenceId, Arrival]) -> list[int]:
         """Begin sequences that share pages as they did in another pool.
-
-        Args:
-            tables: by ids, their pages there, numbered from 0 without gaps.
-            lengths: tokens of each in its pages.
-            namespaces: of the sequences; none if empty.
-            dropped: of each, its first pages no longer seen in each window; none if empty.
 
         Returns:
             The page of this pool for each page of the other one.
         """
-        numbers = {number for table in tables.values() for number in table}
-        firsts = [list(of_one) for of_one in dropped] or [[0] * len(self.windows) for _ in tables]
+        numbers = {number for one in arrivals.values() for number in one.pages}
         in_sight = [
-            seen_by(
-                table[first[at] :] for table, first in zip(tables.values(), firsts, strict=True)
-            )
+            seen_by(one.pages[one.dropped[at] :] for one in arrivals.values())
             for at in range(len(self.windows))
         ]
         needed = [len(numbers), *map(len, in_sight)]
@@ -263,12 +261,12 @@ class PagePool:
         for window, seen in zip(self.windows, in_sight, strict=True):
             for number, count in seen.items():
                 window.take(pages[number], count)
-        each = zip(tables.items(), lengths, namespaces or [None] * len(tables), firsts, strict=True)
-        for (sequence_id, table), length, namespace, first in each:
-            own = [pages[number] for number in table]
+        for sequence_id, one in arrivals.items():
+            own, dropped = [pages[number] for number in one.pages], list(one.dropped)
             for page in own:
                 self._references[page] += 1
-            self._sequences[sequence_id] = _Sequence(own, length, 0, None, namespace, first)
+            placed = _Sequence(own, one.packed_len, 0, None, one.namespace, dropped)
+            self._sequences[sequence_id] = placed
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:

@@ -31,8 +31,8 @@ class StagedTensors(NotCopied):
         on_cuda = device.type == "cuda"
         places, end = {}, 0
         for name, (dtype, shape) in specs.items():
-            places[name] = end
             size = torch.Size(shape).numel() * dtype.itemsize
+            places[name] = slice(end, end + size)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         check_room(end, device, "a batch", "use a smaller max_batch, max_tokens or max_seq_len")
         self._target = torch.zeros(end, dtype=torch.uint8, device=device)
@@ -47,12 +47,10 @@ class StagedTensors(NotCopied):
         self._turn = 0
 
         def views(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-            found = {}
-            for name, (dtype, shape) in specs.items():
-                size = torch.Size(shape).numel() * dtype.itemsize
-                part = buffer[places[name] : places[name] + size]
-                found[name] = part.view(dtype).view(shape)
-            return found
+            return {
+                name: buffer[places[name]].view(dtype).view(shape)
+                for name, (dtype, shape) in specs.items()
+            }
 
         self.tensors = views(self._target)
         self._arrays: list[dict[str, NDArray[Any]]] = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..cache.copying import NotCopied
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
 from ..rows.arguments import check_kind, is_whole
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
-from .pool import PagePool, SequenceId
+from .pool import Arrival, PagePool, SequenceId
 from .prefix_tree import token_ids, whole_number
 from .window_pages import WindowPages, held_pages
 
@@ -206,23 +206,12 @@ class PagedState(NotCopied):
             self._assign_slot(sequence_id, present, packed, known[:present]), present, root
         )
 
-    def place(
-        self,
-        ids: Sequence[SequenceId],
-        lengths: Sequence[int],
-        packed_lens: Sequence[int],
-        tables: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-        namespaces: Sequence[str | None] = (),
-        dropped: Sequence[Sequence[int]] = (),
-    ) -> list[int]:
+    def place(self, arrivals: Mapping[SequenceId, Arrival]) -> list[int]:
         """Begin sequences as in another cache (PagePool.place); their pages are not published."""
-        self._check_seq_slots(ids)
-        by_id = dict(zip(ids, tables, strict=True))
-        pages = self.pool.place(by_id, packed_lens, namespaces, dropped)
-        each = zip(ids, lengths, packed_lens, tokens, strict=True)
-        for sequence_id, length, packed, known in each:
-            self._assign_slot(sequence_id, length, packed, list(known))
+        self._check_seq_slots(list(arrivals))
+        pages = self.pool.place(arrivals)
+        for sequence_id, one in arrivals.items():
+            self._assign_slot(sequence_id, one.length, one.packed_len, list(one.tokens))
         return pages
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> tuple[int, int]:
@@ -283,15 +272,14 @@ class PagedState(NotCopied):
         self.packed_lens[seq_slot] -= len(tokens.indices)
         self.pool.truncate(sequence_id, int(self.packed_lens[seq_slot]))
 
-    def free(self, sequence_id: SequenceId) -> list[int]:
-        """End a sequence; return its known first tokens."""
+    def free(self, sequence_id: SequenceId) -> None:
+        """End a sequence."""
         seq_slot = self.seq_slot(sequence_id)
         del self._seq_slots[sequence_id]
         self.pool.free(sequence_id)
         self._free_seq_slots.append(seq_slot)
-        tokens, self._tokens[seq_slot] = self._tokens[seq_slot], []
+        self._tokens[seq_slot] = []
         self.lengths[seq_slot] = self.packed_lens[seq_slot] = 0
-        return tokens
 
     @contextmanager
     def or_free(self, ids: Iterable[SequenceId]) -> Iterator[None]:

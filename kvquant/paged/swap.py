@@ -21,7 +21,7 @@ import torch
 from ..cache.copying import NotCopied
 from ..cache.row_stacks import to_device
 from ..errors import ConfigError, OutOfPagesError, shown
-from .pool import SequenceId
+from .pool import Arrival, SequenceId
 from .state import PagedState
 from .storage import PagedRows, stacks_of
 
@@ -124,16 +124,10 @@ class SwapSpace(NotCopied):
             self._state.rename(swapped, sequence_id)
         else:
             table = range(self._state.split.num_pages(swapped.packed_len))
+            known = swapped.tokens, swapped.namespace, swapped.dropped
+            arrival = Arrival(swapped.length, swapped.packed_len, table, *known)
             with self.hinting():
-                pages = self._state.place(
-                    [sequence_id],
-                    [swapped.length],
-                    [swapped.packed_len],
-                    [table],
-                    [swapped.tokens],
-                    [swapped.namespace],
-                    [swapped.dropped],
-                )
+                pages = self._state.place({sequence_id: arrival})
             with self._state.or_free([sequence_id]):
                 self.copy_in(sequence_id, swapped, pages, self._state.seq_slot(sequence_id))
         del self.swapped[sequence_id]

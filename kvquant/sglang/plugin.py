@@ -133,12 +133,10 @@ def _window_sizes(original: Any, sizes: Any, configurator: Any, *args: Any, **mo
 
     model, page_size = configurator.model_config, configurator.page_size
     ranks, info = get_parallel().attn_tp_size, configurator.layer_info
-    dims, of_windows = (
-        (model.head_dim, model.v_head_dim),
-        (model.swa_head_dim, model.swa_v_head_dim),
-    )
+    dims = model.head_dim, model.v_head_dim
     full = _bytes_of_head(info.full_attention_layer_ids, *dims, page_size)
-    window = _bytes_of_head(info.swa_attention_layer_ids, *of_windows, page_size)
+    dims = model.swa_head_dim, model.swa_v_head_dim
+    window = _bytes_of_head(info.swa_attention_layer_ids, *dims, page_size)
     sizes._full_per_token = math.ceil(model.get_num_kv_heads(ranks) * full)
     sizes._swa_per_token = math.ceil(model.get_swa_num_kv_heads(ranks) * window)
     sizes._recompute_cell_size()

@@ -641,15 +641,12 @@ class KVQuantImpl(AttentionImpl[Step]):
 
     def variant(self, device: torch.device) -> AttentionVariant | None:
         """What the model changes in attention, if anything; needs loaded weights."""
-        sinks, slopes = self.sinks, self.alibi_slopes
-        found = AttentionVariant(
-            soft_cap=self.soft_cap or None,
-            sink_logits=None if sinks is None else sinks.detach().float().to(device),
-            alibi_slopes=None
-            if slopes is None
-            else torch.tensor(slopes, dtype=torch.float32, device=device),
-            window=self.sliding_window,
-        )
+        found = AttentionVariant(soft_cap=self.soft_cap or None, window=self.sliding_window)
+        if self.sinks is not None:
+            found = found._replace(sink_logits=self.sinks.detach().float().to(device))
+        if self.alibi_slopes is not None:
+            slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
+            found = found._replace(alibi_slopes=slopes)
         return found if names_of(found) else None
 
     def do_kv_cache_update(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -42,12 +41,6 @@ def causal_attention_of(impl: Any, v_size: int, device: torch.device) -> CausalA
         _tell(f"torch's kernels: {why}")
         return None
     _tell(f"FlashAttention {version} of vLLM")
-    return _causal(impl, version, flash_attn_varlen_func, device)
-
-
-def _causal(
-    impl: Any, version: int, varlen: Callable[..., object], device: torch.device
-) -> CausalAttention:
     slopes: torch.Tensor | None = None
     if impl.alibi_slopes is not None:
         slopes = torch.tensor(impl.alibi_slopes, dtype=torch.float32, device=device)
@@ -56,7 +49,7 @@ def _causal(
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, out: torch.Tensor
     ) -> None:
-        varlen(
+        flash_attn_varlen_func(
             q,
             k,
             v,

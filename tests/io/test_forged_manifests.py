@@ -25,6 +25,7 @@ from kvquant.io.sequences import save_sequences
 from kvquant.ops.quantize import quantize_rows
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
+from kvquant.paged.pool import Arrival
 from kvquant.rows.format import RowFormat
 
 HUGE, ZEROS = 2**31 - 1, "0" * 64
@@ -270,7 +271,9 @@ def test_two_namespaces_share_no_page(name: str | None, tmp_path: Path) -> None:
 def test_a_page_keeps_its_name_when_another_is_wanted_for_it() -> None:
     """Were a file to come through, the pool would not be led astray."""
     cache = make()
-    cache.state.place(["a", "b"], [16, 16], [16, 16], [[0], [0]], [ONES, TWOS])
+    cache.state.place(
+        {"a": Arrival(16, 16, [0], ONES, None, []), "b": Arrival(16, 16, [0], TWOS, None, [])}
+    )
     cache.insert_prefixes(["a", "b"])
     check_invariants(cache)
     assert cache.match_prefix([*ONES, 0]) == PAGE and cache.match_prefix([*TWOS, 0]) == 0
