@@ -87,6 +87,7 @@ measured and the date:
                                             tokenizer of transformers 5.17; public-gemma3-270m has
                                             the default again, with the right one
     probe                                   tests/benchmarks/bench_probe.py, a call for each model
+    bound                                   tests/benchmarks/bench_bound.py, on a CPU
     public-NAME                             tests/benchmarks/public_models.py, which writes there
                                             itself. A row has the torch and the device of its run.
                                             We wrote commit and date by hand: those of the last
@@ -946,9 +947,22 @@ def fidelity_page() -> list[str]:
     tables = by_context(public), humaneval(public), retrieved(public), shipped(public)
     return [
         *(table(*parts) for parts in ((head, lines) for head, *lines in tables)),
-        *(bold(), chains(public), limits()),
+        *(bold(), bound(), chains(public), limits()),
         *(home_made(), counted()),
     ]
+
+
+def bound() -> str:
+    """How far the rows of plans are from the best code of as many bits."""
+    ratios: dict[str, list[float]] = {"k": [], "v": []}
+    for of_model in read("bound")["models"].values():
+        for name, found in of_model.items():
+            ratios[name[-1]].append(found["codes"])
+    k, v = (f"{min(each):.1f} to {max(each):.1f}" for each in ratios.values())
+    return (
+        f"With a plan the weighted squared error of K is {k} times the least that any code of as "
+        f"many bits has for Gaussian rows, that of V {v} times"
+    )
 
 
 def limits() -> str:
