@@ -238,12 +238,7 @@ def attend(
         for chunk in chunks:
             tokens, count = slice(chunk.first, chunk.end), chunk.end - chunk.first
             if count <= FEW:
-                width = next(width for width in WIDTHS if width >= count)
-                padded = q.new_empty(1, width, *q.shape[1:])
-                padded[0, :count] = q[tokens]
-                one = slice(chunk.sequence, chunk.sequence + 1)
-                found = _attend_to_rows(layer, step, one, padded, step.int32(count), pages)
-                out[tokens] = found[0, :count]
+                out[tokens] = _attend_with_few(layer, step, chunk.sequence, q[tokens], pages)
                 continue
             seen = _seen(layer, step, chunk, k[tokens], v[tokens], pages)
             lengths = step.lengths((count,), (len(seen[0]),))
@@ -275,6 +270,18 @@ def _attend_causally(
             layer.variant,
         )
         out[queries] = found[0].transpose(0, 1)
+
+
+def _attend_with_few(
+    layer: LayerRows, step: Step, sequence: int, q: torch.Tensor, pages: Pages
+) -> torch.Tensor:
+    """Attend with the last tokens of one sequence to rows alone."""
+    count = len(q)
+    width = next(width for width in WIDTHS if width >= count)
+    padded = q.new_empty(1, width, *q.shape[1:])
+    padded[0, :count] = q
+    one, q_lens = slice(sequence, sequence + 1), step.int32(count)
+    return _attend_to_rows(layer, step, one, padded, q_lens, pages)[0, :count]
 
 
 def _attend_to_rows(

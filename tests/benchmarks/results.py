@@ -960,8 +960,8 @@ def bound() -> str:
             ratios[name[-1]].append(found["codes"])
     k, v = (f"{min(each):.1f} to {max(each):.1f}" for each in ratios.values())
     return (
-        f"With a plan the weighted squared error of K is {k} times the least that any code of as "
-        f"many bits has for Gaussian rows, that of V {v} times"
+        f"With a plan the squared error of K, weighted by its effect on attention, is {k} times "
+        f"the rate-distortion bound of as many bits (Gaussian rows), that of V {v} times"
     )
 
 

@@ -423,13 +423,14 @@ def test_interrupts_are_no_tracebacks_and_bugs_keep_theirs(
     monkeypatch: pytest.MonkeyPatch, raw: Path
 ) -> None:
     command = "quantize", "--from", raw, "-o", raw.parent / "x.safetensors"
-    monkeypatch.setattr(cli, "check_output", lambda *_: 1 / 0)
+    saves = "kvquant.io.checkpoint.save_cache"
+    monkeypatch.setattr(saves, lambda *_, **__: 1 / 0)
     assert isinstance(run(*command).exception, ZeroDivisionError)
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "check_output", interrupt)
+    monkeypatch.setattr(saves, interrupt)
     result = run(*command)
     assert result.exit_code == 130
     assert result.stderr.strip() == "Aborted."
