@@ -58,22 +58,21 @@ def ratios_of(model: CachedModel) -> dict[str, dict[str, float]]:
     weights = error_weights(held, moments)
     formats = {name: (RowFormat.parse(name, layers.k_dims[0]),) * 2 for name in FORMATS}
     chosen = choose(held, unseen, moments, formats)
-    found: dict[str, dict[str, float]] = {}
-    for name, (fmt, _) in formats.items():
+    logs: dict[str, dict[str, list[torch.Tensor]]] = {}  # by format and side, and by bits
+    for layer, at in moments.layers.items():
         for side in "kv":
-            each: dict[str, list[torch.Tensor]] = {"codes": [], "with headers": []}
-            for layer, at in moments.layers.items():
-                values, vectors = torch.linalg.eigh(weights[layer][side].to(at.queries))
-                root = vectors * values.clamp(min=0).sqrt()[..., None, :]
-                product = root.mT @ at.covariance(side) @ root
-                variances = torch.linalg.eigvalsh(product).clamp(min=0)
+            values, vectors = torch.linalg.eigh(weights[layer][side].to(at.queries))
+            root = vectors * values.clamp(min=0).sqrt()[..., None, :]
+            variances = torch.linalg.eigvalsh(root.mT @ at.covariance(side) @ root).clamp(min=0)
+            for name, (fmt, _) in formats.items():
                 share = chosen[layer][side].errors[name].to(variances).square()
+                each = logs.setdefault(f"{name} {side}", {"codes": [], "with headers": []})
                 for what, bits in (("codes", fmt.bits), ("with headers", fmt.bits_per_element)):
                     each[what].append((share / least_share(variances, bits)).log2().cpu())
-            found[f"{name} {side}"] = {
-                what: float(torch.cat(logs).mean().exp2()) for what, logs in each.items()
-            }
-    return found
+    return {
+        name: {what: float(torch.cat(found).mean().exp2()) for what, found in each.items()}
+        for name, each in logs.items()
+    }
 
 
 @click.command()
